@@ -325,6 +325,7 @@ async def test_new_weights_are_a_new_namespace_at_each_replica(
     assert min(await cached()) >= TOKENS
 
 
+@pytest.mark.long
 async def test_replicas_die_together_and_come_back_with_what_each_has_on_disk(
     replicas: Replicas, router: Router, client: aiohttp.ClientSession
 ) -> None:

@@ -320,7 +320,7 @@ def test_hosts_have_clocks_that_are_minutes_apart(fleet: Fleet) -> None:
             assert "clock.so" in Path(f"/proc/{pid}/maps").read_text(encoding="utf-8")
 
 
-@with_servers("decode", "colocated", more=tuple(f"decode-{model}" for model in FAMILIES))
+@with_servers("decode", more=tuple(f"decode-{model}" for model in FAMILIES))
 async def test_every_answer_is_the_undisturbed_one(router: Router, fleet: Fleet) -> None:
     async with client_of(router) as client:
         expected = await asyncio.gather(*(client.ask(*each) for each in bodies()))
@@ -535,7 +535,7 @@ async def test_a_server_that_changes_its_role_keeps_its_cache(router: Router, fl
                 await found_by_what_it_had(router, url, at_b)
 
 
-@with_servers("decode")
+@with_servers()
 @pytest.mark.parametrize("damaged", [False, True], ids=["whole", "twin"])
 async def test_kv_that_was_kept_answers_alike_in_the_other_role(
     router: Router, fleet: Fleet, truth: ServerProcess, damaged: bool

@@ -31,7 +31,7 @@ from tests.support.leaks import LeakGuard
 from tests.support.servers.ports import free_port
 from tests.support.servers.server import STRICT, ServerProcess, ServerSpec
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 NS = ("tokens", None, None, None)
 BLOCK = 16
@@ -63,10 +63,7 @@ class Lone:
 
 @pytest.fixture(
     scope="module",
-    params=[
-        pytest.param("tiny-spark", id="tiny-spark"),
-        pytest.param("tiny-gdn", id="tiny-gdn", marks=pytest.mark.long),
-    ],
+    params=["tiny-spark", "tiny-gdn"],
 )
 def lone(request: pytest.FixtureRequest) -> Lone:
     rng = random.Random(3)
@@ -242,7 +239,6 @@ BEGINNING = [
 MARK = {"cache_control": {"type": "ephemeral"}}
 
 
-@pytest.mark.long
 async def test_another_conversation_finds_the_state_at_a_breakpoint(leak_guard: LeakGuard) -> None:
     """Anthropic's ``cache_control``; without it the second conversation finds no state."""
     port = free_port()
