@@ -26,7 +26,7 @@ class Copier(Mover):
         ended: called when a copy has ended.
     """
 
-    streams = False
+    streams = streams_computed = False
     blocks_without_kernel = 0
 
     def __init__(

@@ -222,3 +222,37 @@ def test_many_at_once_keep_their_bytes(gpu: Gpu) -> None:
     assert mover.load_bytes_per_second is not None
     assert not mover.blocks_without_kernel, "the kernel was not used"
     mover.close()
+
+
+class Arriving:
+    """Layers that the test brings."""
+
+    def __init__(self) -> None:
+        self.layers = 0
+
+    def decided(self, layer: int) -> bool:
+        return layer < self.layers
+
+
+def test_a_pass_reads_layers_that_arrive_while_it_runs(gpu: Gpu) -> None:
+    mover = gpu.mover()
+    source, target, blocks = slots_of(0, 5), slots_of(9, 5), gpu.blocks(5)
+    before, offsets = gpu.kv(source), gpu.arena.layout.layer_offsets
+    mover.write(source, blocks)
+    mover.settle()
+    kept = gpu.arena.blocks[blocks].copy()
+    gpu.arena.blocks[blocks] = 0
+    arriving, read = Arriving(), []
+    ticket = mover.load(target, blocks, arriving)
+    with torch.cuda.stream(gpu.forward):
+        for layer in range(LAYERS):
+            part = slice(offsets[layer], offsets[layer + 1])
+            gpu.arena.blocks[blocks, part] = kept[:, part]
+            arriving.layers += 1
+            mover.wait_layer(ticket, layer)
+            read += [plane[target] for plane in gpu.planes[layer]]
+    gpu.arena.blocks[blocks] = 0  # given to others
+    torch.cuda.synchronize()
+    assert torch.equal(torch.stack(read), before)
+    assert mover.loads_done() == 1
+    mover.close()

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,9 +15,13 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parents[2]))
 
+import numpy as np
+
 from tests import fake_gpu
 
 fake_gpu.install()
+
+import torch  # noqa: E402
 
 from sglang_ext.cluster.doctor.findings import Finding  # noqa: E402
 from sglang_ext.engine import gpu_link  # noqa: E402
@@ -46,6 +51,48 @@ def change(kind: str) -> Iterator[None]:
         copies.CudaMover.load = stock  # type: ignore[method-assign]
 
 
+class Arriving:
+    """Layers that a thread of a loader brings."""
+
+    def __init__(self) -> None:
+        self.layers = 0
+
+    def decided(self, layer: int) -> bool:
+        return layer < self.layers
+
+
+def arrives() -> list[bool]:
+    """Whether each layer of a load has its bytes once a pass may read it, though they arrive meanwhile."""
+    with copies.bench(copies.SHAPES[0], 64, 1) as of:
+        mover, source, target, blocks = of.mover(), of.slots(64, 0), of.slots(64, 1), np.array([6, 1, 4, 3])
+        wanted = [[plane[source].clone() for plane in layer] for layer in of.planes]
+        mover.write(source, blocks)
+        mover.settle()
+        kept, offsets = of.arena.blocks[blocks].copy(), of.arena.layout.layer_offsets
+        of.arena.blocks[:] = 0
+        arriving = Arriving()
+
+        def bring() -> None:
+            for layer in range(len(of.planes)):
+                part = slice(offsets[layer], offsets[layer + 1])
+                of.arena.blocks[blocks, part] = kept[:, part]
+                arriving.layers += 1
+                time.sleep(0.05)
+
+        ticket, loader = mover.load(target, blocks, arriving), threading.Thread(target=bring)
+        loader.start()
+        same = []
+        for number, layer in enumerate(of.planes):
+            mover.wait_layer(ticket, number)
+            rows = [plane[target] for plane in layer]
+            same += [bool(torch.equal(row, want)) for row, want in zip(rows, wanted[number], strict=True)]
+        loader.join()
+        mover.close()
+        assert mover.loads_done() == 1
+        assert not mover.blocks_without_kernel
+        return same
+
+
 def main() -> None:
     """Run the steps on a few tokens."""
     link = gpu_link.measure(SMALL, rounds=1)
@@ -63,6 +110,7 @@ def main() -> None:
         found["damage"] = verdict(run([lambda: copies.bytes_kept(64)], None))
     with change("slow"):
         found["slow"] = verdict(run([speeds], None))
+    found["arrives"] = {"same": arrives()}
     line = gpu_link.report(lambda: {"shm": None, "verbs": "no RDMA device"}, pinned=True)
     json.dump({**found, "line": line}, sys.stdout)
 

@@ -95,6 +95,11 @@ def test_slow_copies_are_warnings_with_what_they_cost() -> None:
     assert all("hits in DRAM" in row["advice"] for row in slow)
 
 
+def test_a_pass_reads_layers_that_arrive_while_it_runs() -> None:
+    """The mover with its threads; the emulator does what is queued at once."""
+    assert emulated("arrives")["same"] == [True] * 6
+
+
 def test_a_start_says_in_one_line_what_it_found() -> None:
     line = everything()["line"]
     assert "H100" in line

@@ -1,11 +1,13 @@
 """The mover for pools in GPU memory: copies on two streams of their own, from and to a pinned arena.
 
-Nothing here waits on the host. A load queues one kernel for each layer, which reads the layer of all blocks
-from pinned memory, and records an event; the forward pass waits for a layer by making its stream wait for the
-event. A write gathers whole blocks into a staging buffer on the device, in the arena's layout, with one
-kernel for each step of at most 64 MiB, and copies runs of neighbouring blocks to the host by a transfer each
-(`RowCopies`). Where that kernel cannot be compiled or launched, copies are made without it from then on
-(`PlainCopies`), and counted.
+A load queues one kernel for each layer, which reads the layer of all blocks from pinned memory, and records
+an event; the forward pass waits for a layer by making its stream wait for the event. A write gathers whole
+blocks into a staging buffer on the device, in the arena's layout, with one kernel for each step of at most 64
+MiB, and copies runs of neighbouring blocks to the host by a transfer each (`RowCopies`). Where that kernel
+cannot be compiled or launched, copies are made without it from then on (`PlainCopies`), and counted.
+
+Nothing here waits on the host, but for loads that a pass reads while they still arrive: the thread that
+launches the pass waits until each layer's copy is queued (`Arrivals`), and until the last one's has ended.
 
 Ordering with the engine's streams: every copy starts after all work queued so far on the forward stream and
 on the scheduler's. A batch under way may still write to slots that were freed and have now been given to a
@@ -24,14 +26,17 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from sglang_ext.engine.movers.arrivals import Arrivals
 from sglang_ext.engine.movers.bandwidth import Bandwidth
 from sglang_ext.engine.movers.layer_copies import (
+    STAGING_BYTES,
     Blocks,
     CudaRuntime,
     HostArena,
     LayerCopies,
     PlainCopies,
     runs_of_blocks,
+    scatter_layer,
     staging_blocks,
     word_of,
     word_rows,
@@ -58,7 +63,15 @@ class _Load:
     begun: Any
     """Event at its beginning, with timing as the last layer's."""
     events: list[Any]
-    """One per layer."""
+    """One per layer that has been queued."""
+
+
+class _StreamedLoad(_Load):
+    """A load whose layers are queued as they arrive. queue: queues one; None where other code does."""
+
+    def __init__(self, source: Source, queue: Callable[[int], object] | None) -> None:
+        super().__init__(0, None, [])
+        self.source, self.queue = source, queue
 
 
 class CudaMover:
@@ -71,7 +84,8 @@ class CudaMover:
         by_kernel: the kernels of copies; ``gpu-check`` compares others with them.
     """
 
-    streams = False
+    streams = True
+    streams_computed = False
 
     def __init__(
         self,
@@ -108,6 +122,7 @@ class CudaMover:
         self._loads_done = 0
         self._writes_done = 0
         self._rate = Bandwidth()
+        self._arrivals = Arrivals(self._queue_layer, self._layout.n_layers)
 
     def write(
         self,
@@ -166,10 +181,20 @@ class CudaMover:
         source: Source | None = None,
         near: Sequence[Near] = (),
     ) -> int:
-        if source is not None:
-            raise ValueError("this mover loads only what is complete")
-        self._loads.append(self._copy_in(self._load_stream, slots, blocks, near))
-        return self._loads_done + len(self._loads) - 1
+        if source is None:
+            self._loads.append(self._copy_in(self._load_stream, slots, blocks, near))
+            return self._loads_done + len(self._loads) - 1
+        if near:
+            raise ValueError("a load that is still arriving has no parts in HBM")
+        self._follow_engine(self._load_stream, slots)
+        every = Blocks(blocks, self._on_device)
+
+        def queue(layer: int) -> None:
+            self._copy_layer(slots, every, layer, layer)
+
+        ticket = self._arrive(_StreamedLoad(source, queue))
+        self._count(blocks)
+        return ticket
 
     def bring(self, slots: torch.Tensor, blocks: BlockIds) -> int:
         """Copies on the stream of the writes, for which no forward pass waits."""
@@ -256,24 +281,73 @@ class CudaMover:
         return self._writes_done
 
     def follow(self, source: Source) -> int:
-        raise ValueError("this mover loads only what is complete")
+        return self._arrive(_StreamedLoad(source, None))
 
     def into(self, slots: torch.Tensor) -> LayerSink:
-        raise ValueError("this mover loads only from the arena")
+        self._follow_engine(self._load_stream, slots)
+        blocks = len(slots) // self._layout.block_tokens
+
+        def sink(layer: int, memory: Any, count: int) -> None:
+            if count != blocks:
+                return  # the batch is thrown away
+            rows = torch.from_numpy(np.ascontiguousarray(memory.layers[layer][:blocks]))
+            step = max(1, STAGING_BYTES // self._layout.layer_bytes(layer))
+            tokens = self._layout.block_tokens
+            with torch.cuda.device(self._device), torch.cuda.stream(self._load_stream):
+                for start in range(0, blocks, step):
+                    staging = rows[start : start + step].pin_memory().to(self._device, non_blocking=True)
+                    part = slots[start * tokens : (start + len(staging)) * tokens]
+                    scatter_layer(self._planes[layer], self._layout, staging, part)
+
+        return sink
+
+    # -- layers that are still arriving --------------------------------------------------------------
+
+    def _arrive(self, load: _StreamedLoad) -> int:
+        """Queue the layers of a load once its source has them."""
+        self._loads.append(load)
+        self._arrivals.add(load)
+        return self._loads_done + len(self._loads) - 1
+
+    def _queue_layer(self, load: _StreamedLoad) -> None:
+        """Queue the next layer of a load, which has arrived. In the thread of arrivals."""
+        layer = len(load.events)
+        with torch.cuda.device(self._device), torch.cuda.stream(self._load_stream):
+            if load.queue is not None:
+                load.queue(layer)
+            event = torch.cuda.Event()
+            event.record(self._load_stream)
+        load.events.append(event)
 
     def loads_done(self) -> int:
-        while self._loads and self._loads[0].events[-1].query():
+        self._arrivals.check()
+        while self._loads and self._has_ended(self._loads[0]):
             load = self._loads.popleft()
-            # Nothing for a load that was near as a whole.
-            self._rate.observe(load.nbytes, load.begun.elapsed_time(load.events[-1]) / 1000)
+            if load.nbytes:  # nothing for a load that was near as a whole, or that waited for the disk
+                self._rate.observe(load.nbytes, load.begun.elapsed_time(load.events[-1]) / 1000)
             self._loads_done += 1
         return self._loads_done
 
+    def _has_ended(self, load: _Load) -> bool:
+        return len(load.events) == self._layout.n_layers and bool(load.events[-1].query())
+
     def wait_layer(self, ticket: int, layer: int) -> None:
-        position = ticket - self._loads_done
-        if position >= 0:
-            # Loads share a stream, so the newest one's layer comes after everything of those before.
-            torch.cuda.current_stream(self._device).wait_event(self._loads[position].events[layer])
+        newest = ticket - self._loads_done
+        stream = torch.cuda.current_stream(self._device)
+        for position in range(newest + 1):
+            load = self._loads[position]
+            streamed = isinstance(load, _StreamedLoad)
+            if streamed:
+                self._until_queued(load, layer + 1)
+            # Other loads are queued as a whole, so that the newest one's layer comes after those before it.
+            if streamed or position == newest:
+                stream.wait_event(load.events[layer])
+            # Once the pass is launched, the blocks may be given to others (`Moves.streams_hold`).
+            if streamed and layer == self._layout.n_layers - 1:
+                load.events[layer].synchronize()
+
+    def _until_queued(self, load: _Load, layers: int) -> None:
+        self._arrivals.until(lambda: len(load.events) >= layers)
 
     def wait_writes(self, count: int) -> None:
         while self._writes and self._writes_done < count:
@@ -281,13 +355,18 @@ class CudaMover:
             self._writes_done += 1
 
     def settle(self) -> None:
+        for load in self._loads:
+            self._until_queued(load, self._layout.n_layers)
         self._load_stream.synchronize()
         self._write_stream.synchronize()
         self.writes_done()
         self.loads_done()
 
     def close(self) -> None:
-        self.settle()
+        try:
+            self.settle()
+        finally:
+            self._arrivals.close()
 
     def __repr__(self) -> str:
         return (

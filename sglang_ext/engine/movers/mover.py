@@ -92,7 +92,9 @@ class Mover(Protocol):
     """
 
     streams: bool
-    """Whether ``load`` and ``write`` take a source, and ``follow`` and ``into`` work."""
+    """Whether ``load`` takes a source, and ``follow`` and ``into`` work."""
+    streams_computed: bool
+    """Whether ``write`` takes a source."""
     blocks_without_kernel: int
     """Blocks that went between a GPU and DRAM the slower way, because the kernel for it could not be used."""
 
@@ -245,7 +247,7 @@ _SOURCE_POLL_SECONDS = 0.0005
 class ThreadMover:
     """A mover for pools in host memory: one thread that copies."""
 
-    streams = True
+    streams = streams_computed = True
     blocks_without_kernel = 0
 
     def __init__(self, copier: LayerCopier, n_layers: int, *, name: str = "kv-mover") -> None:

@@ -18,7 +18,7 @@ import sys
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -300,6 +300,7 @@ class FakeCuda:
                 "Stream": self.stream,
                 "Event": self.event,
                 "stream": lambda stream: stream,
+                "device": lambda device: nullcontext(),
                 "current_stream": lambda device=None: self.current,
                 "default_stream": lambda device=None: self.default,
                 "synchronize": self.synchronize,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -145,12 +146,14 @@ class Drill:
         mover.write(self.slots(4, 2), np.array([6, 7]))
         mover.wait_writes(4)
         self.host(np.array([6, 7]))
+        self._streams(blocks)
         self.compute(self.rows(8, 2), 40.0)
         mover.write(self.slots(8, 2), np.array([10, 12]))
         ticket = mover.load(self.slots(60, 2), np.array([6, 7]))
+        arriving = mover.load(self.slots(30, 6), blocks, Arriving(self, blocks))
         mover.settle()
         assert mover.writes_done() == 5
-        assert mover.loads_done() == ticket + 1
+        assert mover.loads_done() == arriving + 1
         self.host(np.array([6, 7, 10, 12]), writes=True)
         self.attend(self.rows(60, 2), 30.0, ticket)
 
@@ -182,6 +185,22 @@ class Drill:
         self.until(mover.loads_done, 2)
         self.host(blocks, writes=True)  # they are given to others
 
+    def _streams(self, blocks: Any) -> None:
+        """The disk brings a load layer by layer, to DRAM and past it, while a pass waits for each."""
+        mover = self.mover
+        self.compute(self.rows(30, 6), -1.0)
+        mover.load(self.slots(30, 6), blocks, Arriving(self, blocks))
+        ticket = mover.load(self.slots(60, 2), np.array([6, 7]))
+        self.attend(self.rows(30, 6), 10.0, ticket)
+        self.attend(self.rows(60, 2), 30.0, ticket)
+        self.host(blocks, writes=True)
+        self.until(mover.loads_done, 4)
+        self.compute(self.rows(84, 2), -1.0)
+        past = Arriving(self, blocks[:2], mover.into(self.slots(84, 2)))
+        ticket = mover.follow(past)
+        self.attend(self.rows(84, 2), 10.0, ticket)
+        self.until(mover.loads_done, 5)
+
     def _fence(self) -> None:
         """A NIC writes to slots to which a pass still stores, with overlap and without."""
         trace = self.cuda.trace
@@ -206,3 +225,42 @@ class Drill:
             for timeline in (self.forward.timeline, self.cuda.default.timeline):
                 join(timeline.clock, self.forward.timeline.clock)
                 join(timeline.clock, nic.clock)
+
+
+class Arriving:
+    """Blocks whose layers the disk brings one by one: to DRAM, where they are lost before, or to a sink."""
+
+    def __init__(self, drill: Drill, blocks: Any, sink: Any = None) -> None:
+        self._drill, self._blocks, self._sink = drill, blocks, sink
+        self._there = 0
+        self._bytes = drill.arena.blocks[blocks].copy()
+        if sink is None:
+            drill.host(blocks, writes=True)
+            drill.arena.blocks[blocks] = 0
+        self._loader = drill.cuda.trace.timeline("loader", [drill.cuda.trace.host])
+
+    def bring(self) -> None:
+        """The next layer, in the loader's thread."""
+        layer, trace = self._there, self._drill.cuda.trace
+        if layer == LAYERS:
+            return
+        first, last = self._drill.arena.layout.layer_offsets[layer : layer + 2]
+        rows = self._bytes[:, first:last]
+        host, trace.host = trace.host, self._loader
+        try:
+            if self._sink is None:
+                memory, cells = self._drill.arena.access(self._blocks)
+                trace.run(self._loader, "disk", writes=[(memory, cells[cells % LAYERS == layer])])
+                self._drill.arena.blocks[self._blocks, first:last] = rows
+            else:
+                self._sink(layer, SimpleNamespace(layers={layer: rows}), len(rows))
+        finally:
+            trace.host = host
+        self._there += 1
+
+    def decided(self, layer: int) -> bool:
+        """Asked by the thread of arrivals; true is an order."""
+        if layer >= self._there:
+            return False
+        join(self._drill.cuda.trace.host.clock, self._loader.clock)
+        return True

@@ -33,10 +33,11 @@ from engine_scheduler import Computed, Settings, SimulatedScheduler, token_at
 from engine_simulation import Rank, Scenario, Traffic
 from fake_cuda import DEVICE, DeviceTensor, FakeCuda, FakeEvent, FakeStream
 from sglang.srt.managers.schedule_batch import ScheduleBatch
-from stream_trace import Access
+from stream_trace import Access, join
 
 from sglang_ext.engine.forward_fence import ForwardFence
 from sglang_ext.engine.movers import cuda_mover, row_copies
+from sglang_ext.engine.movers.arrivals import Arrivals
 from sglang_ext.engine.movers.copies import Copies
 from sglang_ext.engine.movers.mover import BlockIds, Mover
 from sglang_ext.patches.adapter.hbm import pool_planes
@@ -340,7 +341,29 @@ def on_device(cuda: FakeCuda, module: Any, *, kernel: bool = True) -> Iterator[N
     def no_launcher() -> Any:
         raise RuntimeError("the kernel does not compile")
 
+    thread = cuda.trace.timeline("kv-mover", [cuda.trace.host])
+
+    class Looked(Arrivals):
+        """Without its thread: what it does is done when someone waits for it, on a timeline of its own."""
+
+        def add(self, load: Any) -> None:
+            self._loads.append(load)
+
+        def until(self, condition: Callable[[], bool]) -> None:
+            trace = cuda.trace
+            while not condition():
+                join(thread.clock, trace.host.clock)
+                for load in self._loads:
+                    load.source.bring()
+                host, trace.host = trace.host, thread
+                try:
+                    self.look()
+                finally:
+                    trace.host = host
+            join(trace.host.clock, thread.clock)
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "Arrivals", Looked)
         patch.setattr(module, "CudaRuntime", cuda.runtime)
         patch.setattr(row_copies, "launcher", cuda.launcher if kernel else no_launcher)
         yield
