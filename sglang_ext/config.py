@@ -214,8 +214,8 @@ class KvConfig(Flagged):
         "first-layer",
         "When a request that takes KV from disk is admitted: first-layer (the rest streams in front of the "
         "forward pass, which runs again if a layer turns out to be damaged) or complete (all of it has been "
-        "read and verified). With --kv-transfer-mode push-by-layer and with --pp-size above 1, always "
-        "complete.",
+        "read and verified). With --kv-transfer-mode push-by-layer, with --pp-size above 1 and, on a GPU, "
+        "with a draft model, always complete.",
         one_of("first-layer", "complete"),
         within="--kv-disk-io",
         key="admission",

@@ -199,7 +199,9 @@ def _promotions(build: Building) -> Promotions | None:
         return None
     # KV that was pushed to decode while it was computed cannot be taken back; nor can work of other stages.
     pushed = build.ctx.server_args.disaggregation_mode != "null" and config.transfer_mode == "push-by-layer"
-    stream = not pushed and build.ctx.params.pp_size == 1
+    # On a GPU, blocks go to others once the pass has asked for its last layer; a draft's layers come later.
+    draft_on_gpu = bool(build.drafts.runners) and build.pool.device.type != "cpu"
+    stream = not pushed and not draft_on_gpu and build.ctx.params.pp_size == 1
     return promotions_from(
         build.disk,
         build.below,
