@@ -203,9 +203,9 @@ class Drive:
         writer = TimedWriter(self.tier, network, self.writing, backlog, wake)
         self.writes = DiskWrites(store.tree, dram, holder, names, writer, self._memory, ranks)
 
-    def promotions(self, store: Store, dram_tier: DramTier, moves: Moves) -> Promotions:
-        """The planner of requests that wait for the disk."""
-        policy = DiskPolicy(BLOCK_TOKENS, self._block_bytes)
+    def promotions(self, store: Store, dram_tier: DramTier, moves: Moves, least_tokens: int) -> Promotions:
+        """The planner of requests that wait for the disk. least_tokens: shorter runs are computed."""
+        policy = DiskPolicy(BLOCK_TOKENS, self._block_bytes, least_tokens=least_tokens)
         reads = DiskReads(store, dram_tier, self.writes, self.tier, self._loader, self._memory, policy, moves)
         return Promotions(store.tree, self.tier, self._loader, reads)
 

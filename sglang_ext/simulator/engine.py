@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import Any, Final
 
+from sglang_ext.config import KvConfig
 from sglang_ext.cost_model import CostModel
 from sglang_ext.engine.cache.loading import Loading
 from sglang_ext.engine.movers.copies import Copies
@@ -40,6 +42,9 @@ from sglang_ext.simulator.peers import PeerWires, Wires
 from sglang_ext.simulator.settings import BLOCK_TOKENS, Settings
 from sglang_ext.simulator.virtual_time import VirtualClock
 from sglang_ext.tiers import Tier
+
+LOAD_MIN_TOKENS: Final = KvConfig().load_min_tokens
+"""Shorter runs below HBM are computed."""
 
 
 class Engine:
@@ -107,12 +112,12 @@ class Engine:
         )
         self.write_down = WriteDown(self.hbm, self.dram, observer=self.log)
         self.write_down.serve(self.store)
-        self.slots = SlotCount(settings.hbm * BLOCK_TOKENS)
-        self.hbm_tier = HbmTier(self.store.ledger, self.hbm, self.slots, CountedSlots(), self.write_down)
+        self.slots, slot_ops = self.make_slots(settings.hbm * BLOCK_TOKENS)
+        self.hbm_tier = HbmTier(self.store.ledger, self.hbm, self.slots, slot_ops, self.write_down)
         self.promotions: Promotions | None = None
         if self.drive is not None:
-            self.promotions = self.drive.promotions(self.store, self.dram, self.moves)
-        loading = Loading.over(
+            self.promotions = self.drive.promotions(self.store, self.dram, self.moves, LOAD_MIN_TOKENS)
+        self.loading = loading = Loading.over(
             self.store, self.hbm_tier, self.write_down, self.promotions, self.moves, self.weights, self.ranks,
             clock=clock,
         )  # fmt: skip
@@ -134,6 +139,10 @@ class Engine:
         self.planners = [each for each in planners if each is not None]
         """In the order in which a server's cache calls them (``patches.adapter.build``)."""
         self._acting = [self.peers, self.prefetcher, advice] if self.peers else [self.prefetcher, advice]
+
+    def make_slots(self, tokens: int) -> tuple[Any, Any]:
+        """The allocator of so many slots, and the operations on them (`SlotOps`)."""
+        return SlotCount(tokens), CountedSlots()
 
     def _on_names(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
         self.named += [NamesStored(Tier.DISK.level, names) for names in packed(stored)]

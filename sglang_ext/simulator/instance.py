@@ -3,8 +3,10 @@
 Requests wait in the order in which they came. A pass computes as many of their tokens as a chunk has, cuts
 the last prompt where it has more, and takes as long as `cost_model.batch` says for these tokens; it also
 waits for the KV that is loaded for it, layer by layer. Between passes with prompts, answers grow by a token a
-step. A request is admitted when its prompt and its whole answer fit into HBM, so that none is retracted. As
-SGLang does, an instance refuses a prompt that HBM can never hold, and ends an answer where HBM ends.
+step. A request is admitted by SGLang's estimate (`memory.PassBudget`); where answers then fill HBM, some
+requests are retracted and wait again. As SGLang does, an instance refuses a prompt that HBM can never hold,
+and ends an answer where HBM ends. ``tests/engine/test_simulated_instances.py`` compares all that with
+SGLang's own scheduler.
 """
 
 from __future__ import annotations
@@ -22,13 +24,15 @@ from sglang_ext.cost_model.batch import Batching
 from sglang_ext.engine.peers.fetch_results import FetchResult
 from sglang_ext.engine.prefetch.hbm_prefetch import PrefetchResult
 from sglang_ext.engine.tiers.promotion import Wanted
+from sglang_ext.errors import InternalError
 from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.protocol.agent import Load
 from sglang_ext.radix_global import Node
 from sglang_ext.router.policies.base import Role
 from sglang_ext.simulator.disk import NamedDisk
-from sglang_ext.simulator.engine import Engine
+from sglang_ext.simulator.engine import LOAD_MIN_TOKENS, Engine
 from sglang_ext.simulator.links import Network
+from sglang_ext.simulator.memory import RETRACT_STEPS, NewTokenRatio, PassBudget
 from sglang_ext.simulator.peers import Arrivals, Wires
 from sglang_ext.simulator.settings import BLOCK_TOKENS, Settings
 from sglang_ext.simulator.virtual_time import VirtualClock
@@ -67,7 +71,11 @@ class Job:
     protected: int = 0
     """Leading tokens whose slots are the tree's."""
     owned: int = 0
-    """Slots that are its own."""
+    """Slots that are its own, as of `seen`."""
+    made: int = 0
+    """Tokens of its answer, as of `seen`."""
+    seen: int = 0
+    """The step at which it was last looked at, while its answer grows."""
     admitted_at: float = 0.0
     came_at: float = 0.0
     """Moments: when it came, when its first pass began, and when its last one had ended."""
@@ -86,6 +94,16 @@ class Job:
         return len(self.key) // TOKEN_BYTES
 
     @property
+    def text(self) -> bytes:
+        """The prompt; of a retracted request with what it had of its answer."""
+        return self.key + self.answer[: self.made * TOKEN_BYTES] if self.made else self.key
+
+    @property
+    def length(self) -> int:
+        """Tokens of `text`."""
+        return self.tokens + self.made
+
+    @property
     def output(self) -> int:
         return len(self.answer) // TOKEN_BYTES
 
@@ -102,6 +120,12 @@ class Work:
     generating_s: float = 0.0
     """Of the steps between them."""
     requests: int = 0
+    prompts: int = 0
+    """Requests in passes with prompts, one for each pass."""
+    generated_tokens: int = 0
+    """By steps: an answer's first token is its pass's."""
+    retracted: int = 0
+    """Requests that were sent back to the queue, because HBM had no room for their next tokens."""
     held_token_s: float = 0.0
     """Tokens in HBM that requests held, times the seconds for which they did."""
     queued_s: float = 0.0
@@ -118,6 +142,8 @@ class Instance:
         on_hint, on_fetch: take the results of hints and fetches.
         disk: that it had before it was started again.
     """
+
+    engine_type = Engine
 
     def __init__(
         self,
@@ -144,7 +170,7 @@ class Instance:
         self.name, self._settings, self._model, self._loop = name, settings, model, loop
         self._batching = Batching(chunk=settings.chunk)
         own = wires if settings.fetch and role is not Role.DECODE else None
-        self.engine = Engine(
+        self.engine = self.engine_type(
             name, epoch, settings, model, clock, loop, network, own, self.wake, on_hint, on_fetch, disk
         )
         self._published = published
@@ -154,6 +180,11 @@ class Instance:
         self._running: list[tuple[int, int, Job]] = []
         """A heap: the step at which an answer ends, a number, and its request."""
         self._numbers = itertools.count()
+        self._full = False
+        """HBM had no room for the next request, and none has ended since (``batch_is_full``)."""
+        self._ratio = NewTokenRatio(fixed=settings.ignore_eos)
+        self._grows = role is not Role.DECODE
+        """Answers take slots as they grow, and not when their requests are admitted."""
         self._step = 0
         """Steps since the start, as of `_since`, at which the current one began."""
         self._since = 0.0
@@ -179,14 +210,27 @@ class Instance:
             self._replaying[job] = None
             self._loop.call_at(job.arrived + job.observed.began_s, self._replay, job)
             return
-        left = self._settings.hbm * BLOCK_TOKENS - job.tokens
-        if left <= 0:
+        if self._admissible(job):
+            self._queue(job)
+            self.wake()
+
+    def _admissible(self, job: Job) -> bool:
+        """Refuse a prompt that HBM cannot hold, and cut an answer at the end of HBM, by SGLang's limits
+        (``max_req_input_len`` and ``max_req_len``)."""
+        most = self._settings.hbm * BLOCK_TOKENS - 1
+        if job.tokens >= most - 5:
             job.first.set_exception(PromptTooLong())
-            return
-        job.answer = job.answer[: left * TOKEN_BYTES]
+            return False
+        job.answer = job.answer[: (most - job.tokens - 1) * TOKEN_BYTES]
+        return True
+
+    def _queue(self, job: Job) -> None:
+        """A request enters the queue. Where KV may come for it, SGLang matches it at once, which is a use of
+        its prefix."""
         self._waiting.append(job)
-        self._look(job)
-        self.wake()
+        if self.engine.promotions is not None or self.engine.peers is not None:
+            self.engine.store.match(job.namespace, job.text[:-TOKEN_BYTES])
+            self._look(job)
 
     def _look(self, job: Job) -> None:
         """Look on the disk for the prompt, unless it waits for a peer's KV first."""
@@ -194,7 +238,7 @@ class Instance:
         if engine.promotions is None or job.looked or self._fetches(job):
             return
         job.looked = True
-        key = job.key[: (job.tokens - 1) // BLOCK_TOKENS * BLOCK_BYTES]
+        key = job.text[:-TOKEN_BYTES]
         engine.promotions.begin(job, Wanted(job.namespace, key, job.priority, request=job))
 
     def _replay(self, job: Job) -> None:
@@ -204,7 +248,7 @@ class Instance:
             return
         self.engine.each_pass(self._loop.time())
         if not self._waits(job):
-            self._admit(job)
+            self._admit_whole(job)
         self._replayed[job] = None
         self._loop.call_at(job.arrived + job.observed.computed_s, self._replay_computed, job)
         self._published()
@@ -215,7 +259,7 @@ class Instance:
             return
         self.engine.each_pass(self._loop.time())
         if job.node is None:
-            self._admit(job)
+            self._admit_whole(job)
         if job.node is not None:
             self._keep(job, job.key, job.tokens)
         del self._replayed[job]
@@ -273,7 +317,7 @@ class Instance:
             self.wake()
 
     def _admit_handed(self, job: Job) -> float | None:
-        if not self._admit(job):
+        if not self._admit_whole(job):
             return None
         return float((job.tokens - job.computed) * self._token_bytes)
 
@@ -287,17 +331,27 @@ class Instance:
             self._since = now
         job.computed = job.tokens
         self._keep(job, job.key, job.tokens)
+        job.made = 1
         job.first.set_result(None)
         self._go_on(job)
         self.wake()
 
     def _go_on(self, job: Job) -> None:
-        """A request has its first token."""
-        if job.output <= 1:
+        """A pass has made a token of a request's answer; steps make the others."""
+        job.seen = self._step
+        if job.made >= job.output:
+            self._full = False
             self._end(job)
         else:
-            entry = (self._step + job.output - 1, next(self._numbers), job)
+            entry = (self._step + job.output - job.made, next(self._numbers), job)
             heapq.heappush(self._running, entry)
+
+    def _see(self, job: Job) -> None:
+        """Take note of the steps that a running request has had."""
+        steps, job.seen = self._step - job.seen, self._step
+        job.made += steps
+        if self._grows:
+            job.owned += steps
 
     def load(self) -> Load:
         """As heartbeats report it: prompts in a pass neither wait nor run."""
@@ -309,7 +363,7 @@ class Instance:
                 queued.append(job)
             elif now >= job.arrived + job.observed.computed_s:
                 running += 1
-        tokens = sum(job.tokens - job.computed for job in queued)
+        tokens = sum(job.length - job.computed for job in queued)
         return Load(running, len(queued), tokens)
 
     def die(self) -> list[Job]:
@@ -349,6 +403,8 @@ class Instance:
 
     def _turn(self) -> None:
         """One turn of the scheduler's loop."""
+        if self._turn_at is not None:  # a command that waited for the pass has asked for another one
+            self._turn_at.cancel()
         self._turn_at = None
         now = self._loop.time()
         self._generate(now)
@@ -359,11 +415,22 @@ class Instance:
         if batch:
             self._compute(batch)
         elif self._running:
-            step_s = self._model.decode_s(len(self._running))
-            self._turn_by(self._since + max(1, self._running[0][0] - self._step) * step_s)
+            self._begin_steps()
+        elif not self._waiting:
+            self._ratio.reset()
         if not self._computing and (alarm := self.engine.prefetcher.alarm) < math.inf:
             self._turn_by(max(now, alarm))
         self._published()
+
+    def _begin_steps(self) -> None:
+        """Generate until an answer ends or fills HBM."""
+        room = self._room // len(self._running) if self._grows else math.inf
+        if room < 1:
+            self._retract()
+            room = max(1, self._room // len(self._running)) if self._running else 0
+        if self._running:
+            step_s = self._model.decode_s(len(self._running))
+            self._turn_by(self._since + max(1, min(room, self._running[0][0] - self._step)) * step_s)
 
     def _note_queue(self, now: float) -> None:
         if self._waiting and self._queued_since is None:
@@ -374,42 +441,111 @@ class Instance:
 
     def _generate(self, now: float) -> None:
         """Take note of the steps since the last turn, and end the answers that are complete."""
-        if not self._running:
-            return
-        step_s = self._model.decode_s(len(self._running))
-        steps = int((now - self._since) / step_s + 1e-6)
+        while self._running:
+            step_s = self._model.decode_s(len(self._running))
+            steps = int((now - self._since) / step_s + 1e-6)
+            steps = min(steps, self._running[0][0] - self._step)
+            if steps and self._grows:
+                steps = min(steps, self._room // len(self._running))
+                if not steps:
+                    self._retract()
+                    continue
+            if not steps:
+                break
+            self._take_steps(steps, step_s)
+            while self._running and self._running[0][0] <= self._step:
+                self._full = False
+                self._end(heapq.heappop(self._running)[2])
+
+    def _take_steps(self, steps: int, step_s: float) -> None:
+        tokens = steps * len(self._running)
+        if self._grows and self.engine.hbm_tier.allocate(tokens) is None:
+            raise InternalError(f"HBM has no room for {tokens} tokens of answers")
         self._step += steps
         self._since += steps * step_s
+        self._ratio.decay(steps)
         self.work.steps += steps
+        self.work.generated_tokens += tokens
         self.work.generating_s += steps * step_s
-        while self._running and self._running[0][0] <= self._step:
-            self._end(heapq.heappop(self._running)[2])
+
+    @property
+    def _room(self) -> int:
+        """Slots that are free, or whose blocks may be evicted."""
+        tier = self.engine.hbm_tier
+        return tier.free + tier.total - tier.protected
+
+    def _retract(self) -> None:
+        """Send requests back to the queue until the others' next tokens have room (``retract_decode``): those
+        with the shortest answers, of these those with the longest prompts. Of what they had computed, the
+        tree keeps their prompts."""
+        for _, _, job in self._running:
+            self._see(job)
+        kept = sorted(self._running, key=lambda entry: (entry[2].made, -entry[2].tokens, -entry[1]))
+        gone: list[Job] = []
+        while len(kept) > 1 and (not gone or self._room < len(kept)):
+            job = kept.pop(0)[2]
+            gone.append(job)
+            self._release(job)
+            job.node, job.computed, job.protected, job.looked = None, 0, 0, False
+            tier = self.engine.hbm_tier
+            tier.evict(max(0, RETRACT_STEPS * len(kept) - tier.free))
+        if self._room < len(kept):
+            self._end(kept.pop()[2])
+        self._ratio.retracted([(job.made, job.output) for _, _, job in kept])
+        self._running = kept
+        heapq.heapify(self._running)
+        self._full = False
+        self.work.retracted += len(gone)
+        for job in gone:
+            self._queue(job)
 
     def _form_batch(self) -> list[tuple[Job, int]]:
         """The prompts of the next pass, and how many tokens of each it computes."""
-        left = self._settings.chunk
+        running, most = len(self._running), self._settings.running
+        if not running:
+            self._full = False
+        elif running >= most:
+            self._full = True
+        if (self._full or not self._waiting) and self._cut is None:
+            return []
+        budget = self._budget()
         batch: list[tuple[Job, int]] = []
         if self._cut is not None:
-            new = min(left, self._cut.tokens - self._cut.computed)
-            batch.append((self._cut, new))
-            left -= new
+            batch.append((self._cut, self._next_chunk(self._cut, budget)))
             self._cut = None
         skipped: list[Job] = []
-        while self._waiting and left > 0 and len(self._running) + len(batch) < self._settings.running:
+        while self._waiting and budget.chunk > 0 and not self._full:
+            if running + len(batch) >= most:
+                self._full = True
+                break
             job = self._waiting[0]
             if self._waits(job):
                 skipped.append(self._waiting.popleft())
                 continue
-            if not self._admit(job):
+            new = self._admit(job, budget)
+            if new:
+                batch.append((self._waiting.popleft(), new))
+            if not new or not budget.has_room:
+                self._full = bool(batch or running)
                 break
-            self._waiting.popleft()
-            new = min(left, job.tokens - job.computed)
-            batch.append((job, new))
-            left -= new
         self._waiting.extendleft(reversed(skipped))
         if skipped and self.engine.promotions is not None:
             self.wake_in(LOOK_AGAIN_S)
         return batch
+
+    def _budget(self) -> PassBudget:
+        """Of the next pass."""
+        for _, _, job in self._running:
+            self._see(job)
+        expected = self._ratio.expected(job.output - job.made for _, _, job in self._running)
+        return PassBudget(self.engine.hbm_tier, self._settings.chunk, expected)
+
+    def _next_chunk(self, job: Job, budget: PassBudget) -> int:
+        """The tokens that the next pass computes of a prompt that was cut."""
+        left = job.length - job.computed
+        new = min(left, budget.next_chunk)
+        budget.take(new, job.output if new == left else 0)
+        return new
 
     def _fetches(self, job: Job) -> bool:
         peers = self.engine.peers
@@ -424,50 +560,60 @@ class Instance:
         self._look(job)
         return not self.engine.promotions.ready(job)
 
-    def _admit(self, job: Job) -> bool:
-        """Give a request its slots, and load the blocks below HBM; False while there is no room."""
+    def _admit(self, job: Job, budget: PassBudget) -> int:
+        """Lock a request's prefix, and load what of it is below HBM. Returns the tokens that the next pass is
+        to compute of it; 0 while there is no room."""
         engine = self.engine
-        tree, hbm, tier = engine.tree, engine.hbm, engine.hbm_tier
+        tree, hbm = engine.tree, engine.hbm
         # The last token is always computed, for its logits.
-        match = engine.store.match(job.namespace, job.key[: (job.tokens - 1) // BLOCK_TOKENS * BLOCK_BYTES])
+        match = engine.store.match(job.namespace, job.text[: (job.length - 1) // BLOCK_TOKENS * BLOCK_BYTES])
         in_hbm, below = engine.dram.split(match.path)
         node = in_hbm[-1] if in_hbm else tree.root
         held = sum(each.blocks for each in in_hbm) * BLOCK_TOKENS
         tree.lock(node, hbm)
-        # SGLang admits a request before its answer has room, and a replay follows it.
-        answer = 0 if job.observed is not None else job.output
-        if tier.free + tier.total - tier.protected < job.tokens + answer - held:
+        # A replay follows SGLang's decision, which no estimate knows.
+        answer = 0 if job.observed is not None else job.output - job.made
+        if not budget.fits(job.length - held, answer):
             tree.unlock(node, hbm)
-            return False
-        job.hits[Tier.HBM] = held
+            return 0
+        hits = {Tier.HBM: held}
         promised = sum(each.blocks for each in below) * BLOCK_TOKENS
-        if promised:
+        if promised >= LOAD_MIN_TOKENS:
             slots, last = engine.load_back.start(below[-1], promised, None)
             if slots is not None:
                 tree.lock(last, hbm)
                 tree.unlock(node, hbm)
                 node = last
-                job.hits[Tier.DRAM] = promised
+                hits[Tier.DRAM] = promised
                 held += promised
-        wanted = job.tokens + answer - held
-        if tier.allocate(wanted) is None:
-            tree.unlock(node, hbm)
-            job.hits.clear()
-            return False
-        job.node, job.computed, job.protected, job.owned = node, held, held, wanted
+        if not job.made:
+            job.hits = hits
+        job.node, job.computed, job.protected = node, held, held
         job.admitted_at = self._loop.time()
+        new = min(budget.chunk, job.length - held)
+        budget.take(new, job.output if answer and new == job.length - held else 0)
         if engine.peers is not None:
             engine.peers.admitted(job.namespace, job.key)
         if engine.promotions is not None:
             self._count_disk(job, promised)
             engine.promotions.release(job)
+        return new
+
+    def _admit_whole(self, job: Job) -> bool:
+        """Give a request that no pass computes here its slots; False while there is no room."""
+        tier = self.engine.hbm_tier
+        if not self._admit(job, PassBudget(tier, self._settings.hbm * BLOCK_TOKENS, 0.0)):
+            return False
+        job.owned = job.tokens - job.computed + (0 if self._grows else job.output)
+        if tier.allocate(job.owned) is None:
+            raise InternalError(f"HBM has no room for {job.owned} tokens that were admitted")
         return True
 
     def _count_disk(self, job: Job, loaded: int) -> None:
         """Count tokens that a promotion has brought to DRAM for the request as found on disk."""
         assert self.engine.promotions is not None
         brought = self.engine.promotions.brought(job)
-        if brought is not None and job.hits.get(Tier.DRAM):
+        if brought is not None and not job.made and job.hits.get(Tier.DRAM):
             start = job.computed - loaded
             tokens = min(brought.start + brought.tokens, job.computed) - max(brought.start, start)
             if tokens > 0:
@@ -476,19 +622,16 @@ class Instance:
 
     def _compute(self, batch: list[tuple[Job, int]]) -> None:
         """Run a pass."""
-        engine, passes = self.engine, self._model.passes(self._batching)
+        engine = self.engine
         lengths = [(new, job.computed) for job, new in batch]
-        for new, context in lengths:
-            passes = passes.adding(new, context)
-        # What is around a pass overlaps the next one; the router's part of the simulation has it.
-        computing_s = passes.seconds - self._model.execution.around_s
-        loading_s = engine.copier.loads_left_s()
-        engine.prefill_clock.prefill_begins(lengths, loads=loading_s > 0)
-        # The last layer's KV arrives when all is loaded, and that layer is still to be computed then.
-        seconds = max(computing_s, loading_s + computing_s / self._settings.layers)
-        seconds += engine.copier.take_stall()
+        tokens = sum(new for new, _ in lengths)
+        if engine.hbm_tier.allocate(tokens) is None:
+            raise InternalError(f"HBM has no room for {tokens} tokens that were admitted")
+        engine.prefill_clock.prefill_begins(lengths, loads=engine.copier.loads_left_s() > 0)
+        seconds = self._pass_s(lengths) + engine.copier.take_stall()
         self.work.passes += 1
-        self.work.computed_tokens += sum(new for new, _ in lengths)
+        self.work.prompts += len(batch)
+        self.work.computed_tokens += tokens
         self.work.busy_s += seconds
         self._computing = True
         now = self._loop.time()
@@ -497,6 +640,16 @@ class Instance:
         if self._turn_at is not None:
             self._turn_at.cancel()
         self._turn_at = self._loop.call_later(seconds, self._computed, batch)
+
+    def _pass_s(self, lengths: list[tuple[int, int]]) -> float:
+        """Of a pass that computes so many tokens of each request, behind so many that have KV."""
+        passes = self._model.passes(self._batching)
+        for new, context in lengths:
+            passes = passes.adding(new, context)
+        # What is around a pass overlaps the next one; the router's part of the simulation has it.
+        computing_s = passes.seconds - self._model.execution.around_s
+        # The last layer's KV arrives when all is loaded, and that layer is still to be computed then.
+        return max(computing_s, self.engine.copier.loads_left_s() + computing_s / self._settings.layers)
 
     def _computed(self, batch: list[tuple[Job, int]]) -> None:
         """A pass has ended."""
@@ -507,14 +660,17 @@ class Instance:
         self._pass_ended()
         for job, new in batch:
             job.computed += new
-            self._keep(job, job.key, job.computed)
-            if job.computed < job.tokens:
-                self._cut = job
+            job.owned += new
+            self._keep(job, job.text, job.computed)
+            if job.computed < job.length:
+                self._cut, self._full = job, False
                 continue
+            job.made += 1
             if not job.first.done():
                 job.computed_at = self._since
                 job.first.set_result(None)
             if job.hands_over:
+                self._full = False
                 self._offered[job] = None
             else:
                 self._go_on(job)
@@ -540,23 +696,30 @@ class Instance:
 
     def _end(self, job: Job) -> None:
         """A request has its last token, of which there is no KV."""
-        has_room = True
-        if job.observed is not None:
-            has_room = self.engine.hbm_tier.allocate(job.output) is not None
-            job.owned += job.output if has_room else 0
-        self._keep(job, job.key + job.answer, job.tokens + (job.output - 1 if has_room else 0))
+        if job.observed is None:
+            self._see(job)
+        elif self.engine.hbm_tier.allocate(job.output) is not None:
+            job.made = job.output
+            job.owned += job.output
+        self._keep(job, job.text, max(job.tokens, job.length - 1))
+        self._release(job)
+        self.work.held_token_s += (job.tokens + job.output) * (self._loop.time() - job.admitted_at)
+        if not job.last.done():
+            job.last.set_result(None)
+
+    def _release(self, job: Job) -> None:
+        """Unlock a request's prefix, and free its own slots."""
         assert job.node is not None
         self.engine.tree.unlock(job.node, self.engine.hbm)
         self.engine.slots.free_segment(range(job.owned), start_pos=0)
         job.owned = 0
-        self.work.held_token_s += (job.tokens + job.output) * (self._loop.time() - job.admitted_at)
-        if not job.last.done():
-            job.last.set_result(None)
 
     def check(self) -> None:
         """Verify that each slot is free, the tree's, or a request's. Raises AssertionError."""
         engine = self.engine
         engine.check()
+        for _, _, job in self._running:
+            self._see(job)
         jobs = [job for _, _, job in self._running] + ([self._cut] if self._cut else [])
         jobs += [*self._replaying, *self._offered, *self.arrivals.coming]
         if not self._computing:

@@ -107,6 +107,8 @@ class Simulation:
         names: of the first instances; the others are named by their numbers.
     """
 
+    instance_type = Instance
+
     def __init__(
         self,
         settings: Settings,
@@ -257,7 +259,7 @@ class Simulation:
         send, named = self.router.channels.sender(name)
         agent = Agent(epoch.to_bytes(16, "big"), send)
         named(agent)
-        instance = Instance(
+        instance = self.instance_type(
             name,
             epoch,
             self.settings,
@@ -329,6 +331,9 @@ class Simulation:
             ("passes", work.passes),
             ("decode steps", work.steps),
             ("computed tokens", work.computed_tokens),
+            ("prompts in passes", work.prompts),
+            ("tokens of decode steps", work.generated_tokens),
+            ("retracted requests", work.retracted),
             ("fetched blocks", _fetched(instance)),
         ):
             counts[name] = counts.get(name, 0) + count

@@ -39,6 +39,9 @@ class Settings:
     """Prompt tokens of a forward pass (``--chunked-prefill-size``)."""
     running: int = 256
     """Requests that an instance generates for at a time (``--max-running-requests``)."""
+    ignore_eos: bool = False
+    """Requests generate all tokens that they may, and say so: instances leave room for whole answers. Else
+    they leave room for a share of the answers."""
     layers: int = 32
     """Of the model: a pass waits for each layer of the KV that is loaded for it by itself."""
     lag_ms: float = 2.0

@@ -88,6 +88,7 @@ class SimulatedScheduler:
     always_tries = False
     """Whether requests are tried even if the last one did not fit, as SGLang does for models with windows."""
     adder_class: type[PrefillAdder] = PrefillAdder
+    vocabulary = MODEL.vocab_size
 
     def __init__(
         self,
@@ -151,7 +152,7 @@ class SimulatedScheduler:
             parameters,
             extra_key=extra_key,
             cache_salt=salt,
-            vocab_size=MODEL.vocab_size,
+            vocab_size=self.vocabulary,
             priority=priority,
             positional_embed_overrides=PositionalEmbeds(torch.zeros(1, 4), [0]) if private else None,
         )
@@ -277,12 +278,22 @@ class SimulatedScheduler:
 
     def step(self) -> None:
         """One pass of ``event_loop_overlap`` or ``event_loop_normal``."""
-        batch = self._next_batch()
+        batch = self.launch()
         if batch is None and self.waiting:
             threading.Event().wait(0.0005)  # for the threads of the disk
+        self.complete(batch)
+
+    def launch(self) -> ScheduleBatch | None:
+        """The first half of a pass: form a batch, and compute it."""
+        batch = self._next_batch()
         if batch is not None:
             tokens = self._run(batch)
             self._results.append((batch.copy(), tokens))
+        return batch
+
+    def complete(self, batch: ScheduleBatch | None) -> None:
+        """The second half, with the batch of the first: process the results, with overlap those of the batch
+        before."""
         if self.settings.overlap:
             if self.last_batch is not None:
                 self._process(*self._results.popleft())
@@ -336,6 +347,10 @@ class SimulatedScheduler:
             publish(chunked, self.cache)
         if self.last_batch is not None and self.last_batch.forward_mode.is_extend():
             self._merge_last_batch()
+        before = self.running.batch_size()
+        self.running.filter_batch()
+        if self.running.batch_size() < before:
+            self.running.batch_is_full = False
         batch = self._new_prefill_batch()
         if batch is not None:
             self._prefill_begins(batch)
@@ -397,7 +412,7 @@ class SimulatedScheduler:
             self.cache,
             self.pools.allocator,
             running,
-            self.settings.new_token_ratio,
+            self.new_token_ratio,
             self.settings.max_prefill,
             self.settings.chunk,
             len(running.reqs) if self.settings.mixed else 0,
@@ -409,6 +424,8 @@ class SimulatedScheduler:
             self.chunked = adder.add_chunked_req(self.chunked)
         self._admission_begins()
         for req in list(self.waiting):
+            if adder.budget_state() == AddReqResult.OTHER:
+                break
             free_rows = self.pools.requests.available_size()
             allocatable = min(self.settings.max_running - len(running.reqs), free_rows)
             if len(adder.can_run_list) >= allocatable:
@@ -418,8 +435,7 @@ class SimulatedScheduler:
             if self._uses_storage:
                 if not self.cache.check_prefetch_progress(req.cache_request_handle):
                     continue
-                tokens, _ = self.cache.pop_prefetch_loaded_span(req.cache_request_handle)
-                self.disk_tokens += tokens
+                self._brought(req, *self.cache.pop_prefetch_loaded_span(req.cache_request_handle))
             self._match(req)
             result = self._add(adder, req)
             if result != AddReqResult.CONTINUE:
@@ -483,8 +499,20 @@ class SimulatedScheduler:
     def _admission_ends(self) -> None:
         """And afterwards."""
 
+    def _brought(self, req: Req, tokens: int, start: int | None) -> None:
+        """Tokens of a request have come from disk, from ``start`` on."""
+        self.disk_tokens += tokens
+
     def _refused(self, req: Req) -> None:
         """A request was matched and is not admitted."""
+
+    @property
+    def new_token_ratio(self) -> float:
+        """The share of the tokens that requests may still generate for which admission leaves room."""
+        return self.settings.new_token_ratio
+
+    def _retracting(self, ratio: float) -> None:
+        """Requests were sent back. ratio: SGLang's new estimate of that share."""
 
     def _mix(self, batch: ScheduleBatch) -> None:
         running = self.running
@@ -512,7 +540,8 @@ class SimulatedScheduler:
             running.batch_is_full = False
             return
         if not running.check_decode_mem():
-            retracted, _, aborted = running.retract_decode()
+            retracted, ratio, aborted = running.retract_decode()
+            self._retracting(ratio)
             self.retracted += len(retracted)
             self._enqueue(retracted)
             for req in aborted:

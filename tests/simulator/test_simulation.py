@@ -97,11 +97,11 @@ def test_one_request_takes_the_time_that_the_cost_model_gives_it() -> None:
 
 
 def test_a_prompt_that_hbm_can_never_hold_is_refused_and_an_answer_ends_where_hbm_does() -> None:
-    """As SGLang does: either would wait for ever."""
-    long = [Fixed((Turn(text(tokens), text(100, 1)),)) for tokens in (640, 639, 600)]
-    found = simulated("instances=1,requests=3,hbm=40", iter(long))
-    assert found.failed == {"prompt_too_long": 1}
-    assert (found.requests, found.output_tokens) == (2, 1 + 40)
+    """By SGLang's limits: either would wait for ever."""
+    long = [Fixed((Turn(text(tokens), text(100, 1)),)) for tokens in (640, 634, 633, 600)]
+    found = simulated("instances=1,requests=4,hbm=40", iter(long))
+    assert found.failed == {"prompt_too_long": 2}
+    assert (found.requests, found.output_tokens) == (2, 5 + 38)
 
 
 def test_a_second_turn_finds_the_first_in_hbm_or_pays_for_loading_it() -> None:
