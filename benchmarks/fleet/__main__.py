@@ -33,10 +33,10 @@ MECHANISMS = {
 }
 DEATHS = {
     "none": "",
-    "deaths": "failures=18,restart_s=10",
-    "deaths, disks": "failures=18,restart_s=10,disk=8192",
+    "deaths": "failures=56,restart_s=10",
+    "deaths, disks": "failures=56,restart_s=10,disk=8192",
 }
-"""A death in 200 s of an instance, 1,800 times 1 % an hour: a run of minutes has none at that rate."""
+"""A death in 64 s of an instance, 5,600 times 1 % an hour: a run of minutes has none at that rate."""
 COLUMNS = (
     "ttft_mean_ms", "ttft_p50_ms", "ttft_p99_ms", "jct_mean_ms", "reused", "of_oracle", "computed_tokens",
     "capacity_used", "busiest",
@@ -132,12 +132,12 @@ def deaths(options: FleetOptions, report: Report) -> None:
     """Instances that die, over some minutes."""
     found = {
         title: measured(
-            Cell(f"20, {title}", fleet(options, 20, 150, 2.5, 0, f"policy=cost,{more}".rstrip(","))),
+            Cell(f"10, {title}", fleet(options, 10, 80, 2.5, 0, f"policy=cost,{more}".rstrip(","))),
             options.results,
         )
         for title, more in DEATHS.items()
     }
-    _add(report, "deaths, 20 instances, 2.5 requests/s each", found, "none")
+    _add(report, "deaths, 10 instances, 2.5 requests/s each", found, "none")
     for title, figures in found.items():
         count = figures["deaths"]
         report.add(
