@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import os
 import random
 import sys
 import tempfile
@@ -29,6 +30,7 @@ import aiohttp
 from benchmarks.agents.recorded import FILE, VOCABULARY, held_out
 from benchmarks.lib.common import SEED, Options, Report, at_most
 from benchmarks.lib.data import data_flag, data_folder, rows
+from benchmarks.lib.quiet import DEFAULT, go_first, start_first
 from sglang_ext.cost_model import CostModel
 from sglang_ext.flags import flag
 from sglang_ext.router import Router, RouterConfig
@@ -197,7 +199,8 @@ async def _measure(prompts: Sequence[list[int]], folder: Path) -> Estimate:
             ]
             for server in servers:
                 stack.callback(server.stop)
-            await asyncio.gather(*(asyncio.to_thread(server.start) for server in servers))
+            stack.callback(go_first, [os.getpid()], DEFAULT)
+            await asyncio.to_thread(start_first, servers)
             await until(lambda: sum(row.trusted for row in router.fleet.usable()) == 2, 120, "both servers")
             await _play(router, prompts)
     log = Log(lines_of(str(record)), Units())

@@ -10,25 +10,63 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
 
-FIRST = -19
+FIRST = -15
+"""At which others still get a part of each core, and do not fail for want of it."""
 DEFAULT = 0
 
 
 def go_first(pids: Iterable[int], niceness: int = FIRST) -> bool:
     """Put processes, and all others of their sessions, before other work; whether the kernel did so."""
-    done = True
+    done, grouped = True, grouped_by_session()
     for pid in pids:
         try:
-            with open(f"/proc/{pid}/autogroup", "w", encoding="ascii") as file:
-                file.write(str(niceness))
+            if grouped:
+                with open(f"/proc/{pid}/autogroup", "w", encoding="ascii") as file:
+                    file.write(str(niceness))
+            else:
+                for thread in os.listdir(f"/proc/{pid}/task"):
+                    os.setpriority(os.PRIO_PROCESS, int(thread), niceness)
         except OSError:
-            try:
-                os.setpriority(os.PRIO_PROCESS, pid, niceness)
-            except OSError:
-                done = False
+            done = False
     return done
+
+
+def grouped_by_session() -> bool:
+    """Whether the kernel shares the processor between sessions. Where it does not, it still lets a session's
+    niceness be written, to no effect."""
+    try:
+        with open("/proc/sys/kernel/sched_autogroup_enabled", encoding="ascii") as file:
+            return file.read().strip() == "1"
+    except OSError:
+        return False
+
+
+class Server(Protocol):
+    """A server that can be started: ``tests.support.servers.server.ServerProcess``."""
+
+    @property
+    def running(self) -> bool: ...
+
+    @property
+    def pids(self) -> list[int]: ...
+
+    def start(self) -> None: ...
+
+
+def start_first(servers: Sequence[Server]) -> None:
+    """Start servers at once. They and this process go before other work, while they start, too. The caller
+    puts this process back to ``DEFAULT``."""
+    with ThreadPoolExecutor(len(servers)) as pool:
+        starting = [pool.submit(server.start) for server in servers]
+        while not all(each.done() for each in starting):
+            go_first([os.getpid(), *(pid for server in servers if server.running for pid in server.pids)])
+            time.sleep(1.0)
+    for each in starting:
+        each.result()
 
 
 def stay_on(number: int, pids: Iterable[int]) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Final, Self
 
 import aiohttp
 
-from benchmarks.lib.quiet import DEFAULT, go_first, stolen_s, undisturbed
+from benchmarks.lib.quiet import DEFAULT, go_first, start_first, stolen_s, undisturbed
 from benchmarks.predictions.cells import LOADS, PAIR, Cell, Folder
 from benchmarks.predictions.load import (
     THINK_S,
@@ -86,13 +86,14 @@ def spec(core: int, *flags: str) -> ServerSpec:
 
 def make_profile(folder: Folder, lengths: int, rounds: int) -> None:
     """Calibrate a server by itself."""
-    with ServerProcess(spec(0, *_ROOMY)) as server:
-        go_first([os.getpid(), *server.pids])
-        try:
-            given = Arguments(longest=CHUNK, lengths=lengths, rounds=rounds)
-            save(calibrate(given, server.url, lambda what, done, of: None), folder.profile)
-        finally:
-            go_first([os.getpid()], DEFAULT)
+    server = ServerProcess(spec(0, *_ROOMY))
+    try:
+        start_first([server])
+        given = Arguments(longest=CHUNK, lengths=lengths, rounds=rounds)
+        save(calibrate(given, server.url, lambda what, done, of: None), folder.profile)
+    finally:
+        server.stop()
+        go_first([os.getpid()], DEFAULT)
 
 
 class Fleet:
@@ -111,11 +112,10 @@ class Fleet:
             self._key.touch(mode=0o600)
             self._key.write_text(KEY, encoding="utf-8")
             self.servers = [ServerProcess(each) for each in self._specs(scratch)]
+            self._stack.callback(go_first, [os.getpid()], DEFAULT)
             for server in self.servers:
                 self._stack.callback(server.stop)
-                server.start()
-            self._stack.callback(go_first, [os.getpid()], DEFAULT)
-            go_first([os.getpid(), *(pid for server in self.servers for pid in server.pids)])
+            start_first(self.servers)
         except BaseException:
             self._stack.close()
             raise

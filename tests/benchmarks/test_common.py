@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from benchmarks.lib.common import Options, Report, Samples, at_least, at_most, paired, percentile
+from benchmarks.lib.quiet import go_first, grouped_by_session
 
 
 def test_legs_take_turns_and_warmup_is_not_counted() -> None:
@@ -72,3 +75,17 @@ def test_report_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFix
     }
     assert written["environment"]["cores"] >= 1
     assert written["environment"]["packages"]["numpy"]
+
+
+def test_processes_go_before_others_where_the_kernel_shares_by_session_and_where_it_does_not() -> None:
+    child = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    try:
+        assert go_first([child.pid], 3)
+        if grouped_by_session():
+            assert "nice 3" in Path(f"/proc/{child.pid}/autogroup").read_text(encoding="ascii")
+        else:
+            assert os.getpriority(os.PRIO_PROCESS, child.pid) == 3
+    finally:
+        child.kill()
+        child.wait()
+    assert not go_first([child.pid], 3), "it has ended"
