@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -99,11 +99,21 @@ class Slower:
         return self._factor * self._execution.adding_s(batch)
 
 
-def slower(profile: Profile, factor: float) -> CostModel:
-    """The costs of a machine that is so many times slower."""
-    model = CostModel(_decoding(profile, factor))
-    model.execution = Slower(model.execution, factor)
+def slower(profile: Profile, passes: float, steps: float) -> CostModel:
+    """The costs of a machine whose passes with prompts and whose steps take so many times as long."""
+    model = CostModel(_decoding(profile, steps))
+    model.execution = Slower(model.execution, passes)
     return model
+
+
+def pace(predicted: Mapping[str, Times], truth: Mapping[str, Times]) -> tuple[float, float]:
+    """How many times as long passes and steps took as was predicted."""
+
+    def ratio(stage: str) -> float:
+        both = [id for id in truth if id in predicted]
+        return sum(truth[id].stages[stage] for id in both) / sum(predicted[id].stages[stage] for id in both)
+
+    return ratio("prefill"), ratio("decode")
 
 
 def _decoding(profile: Profile, factor: float) -> Profile:

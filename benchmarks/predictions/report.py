@@ -11,7 +11,7 @@ from benchmarks.lib.common import Report, at_most
 from benchmarks.predictions.cells import ORDER, Cell, Ran
 from benchmarks.predictions.figures import Errors, Spread, Times, components, error, inside, order
 from benchmarks.predictions.fleet import REFERENCE_TOKENS
-from benchmarks.predictions.predict import MARGIN, Replayed, of_links, of_memory, slower
+from benchmarks.predictions.predict import MARGIN, Replayed, of_links, of_memory, pace, slower
 from sglang_ext.cost_model import CostModel, Profile
 
 AIMS: Final = {
@@ -25,6 +25,7 @@ AIMS: Final = {
 """Errors: the largest of all cells but those at `NEAR`."""
 LINKS: Final = ("network", "disk_read", "disk_write")
 """Settings that are bandwidths."""
+LEAST: Final = "0.3"
 NEAR: Final = "0.85"
 """The load at which an interval is predicted."""
 
@@ -43,6 +44,8 @@ class Tables:
         self._outside = self._near = 0
         self._means: dict[Cell, tuple[float, float]] = {}
         """Of the truth: TTFT and JCT of each cell."""
+        self._paces: dict[Cell, tuple[float, float]] = {}
+        """Of passes and steps, of the cells at `LEAST`."""
 
     def add(self, cells: Sequence[Ran]) -> None:
         """All cells that have run, and what they say together."""
@@ -52,6 +55,8 @@ class Tables:
             self._means[cell] = (
                 statistics.fmean(one.ttft for one in real), statistics.fmean(one.jct for one in real)
             )  # fmt: skip
+            if cell.load == LEAST:
+                self._paces[cell] = pace(each.predicted(self._model), each.truth)
         for ran in cells:
             self._add(ran, replayed[ran.cell])
         for figure, value in self._worst.items():
@@ -131,7 +136,8 @@ class Tables:
         for by, model, changes in (
             ("twice the links' bandwidth", self._links, dict.fromkeys(LINKS, 2.0)),
             ("twice the bandwidth of passes", self._memory, {}),
-            ("simulator, times scaled by the reference", slower(self._profile, drift), {}),
+            ("simulator, times scaled by the reference", slower(self._profile, drift, drift), {}),
+            (f"simulator, times scaled by the cells at {LEAST}", self._paced(cell), {}),
         ):
             if model is not None:
                 found = replayed.predicted(model, **changes)
@@ -145,6 +151,14 @@ class Tables:
             same = {"way": 0.0, "queue": 0.0, "prefill": ttft, "transfer": 0.0, "decode": jct - ttft}
             null = [Times(one.session, same) for one in real]
             self._errors(name, "null: the mean of the set-up's other cells", null, real)
+
+    def _paced(self, cell: Cell) -> CostModel | None:
+        """With passes and steps as long as they were at the set-up's least load; None for that itself."""
+        found = [pace for other, pace in self._paces.items() if other.setup == cell.setup]
+        if not found or cell.load == LEAST:
+            return None
+        passes, steps = (statistics.fmean(each[place] for each in found) for place in (0, 1))
+        return slower(self._profile, passes, steps)
 
     def _orders(self, cells: Mapping[Cell, Replayed]) -> None:
         """Compare the order of policies, seed by seed."""

@@ -14,7 +14,7 @@ from benchmarks.predictions import __main__ as command
 from benchmarks.predictions.cells import ORDER, POLICIES, SETUPS, Cell, Folder, Ran, cells
 from benchmarks.predictions.figures import Errors, Times, components, inside, order, verdict
 from benchmarks.predictions.load import arriving, user, users_for
-from benchmarks.predictions.predict import Replayed, of_links, of_memory, slower
+from benchmarks.predictions.predict import Replayed, of_links, of_memory, pace, slower
 from benchmarks.predictions.report import AIMS, Tables, by_turn
 from sglang_ext.cost_model import CostModel, Profile, save
 from sglang_ext.cost_model.estimated import estimated
@@ -163,7 +163,9 @@ def test_changed_costs_show(tmp_path: Path) -> None:
         found = replayed.predicted(model, **changes)
         return Errors.of([found[id].jct for id in replayed.truth], real).mean
 
-    assert error(slower(made, 2.0)) > 0.9
+    assert error(slower(made, 2.0, 2.0)) > 0.9
+    late = replayed.predicted(slower(made, 1.0, 2.0))
+    assert pace(replayed.truth, late) == pytest.approx((1.0, 2.0), rel=0.1)
     assert error(of_links(made), network=2.0) <= 0.0
     assert of_memory(made) is None, "an estimate has no operators"
     links = of_links(made)
