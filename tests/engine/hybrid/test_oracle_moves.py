@@ -343,4 +343,4 @@ def test_every_row_is_right_when_requests_move(pair: Pair, scenario: HybridScena
 def test_every_row_is_right_when_requests_move_for_long(
     pair: Pair, scenario: HybridScenario, seed: int
 ) -> None:
-    assert move_requests(pair, scenario, seed=100 + seed, steps=300)
+    assert move_requests(pair, scenario, seed=100 + seed, steps=150)
