@@ -158,9 +158,9 @@ def make_faulty(folder: Path) -> None:
 
     complete, role_changed = PrefillSender.complete, Listeners.role_changed
 
-    def complete_and_note(self: PrefillSender, handover: Any, pages: Any, *args: Any) -> None:
+    def complete_and_note(self: PrefillSender, handover: Any, pages: Any, *args: Any, **kwargs: Any) -> None:
         kept[:] = [int(pages[-1])]
-        complete(self, handover, pages, *args)
+        complete(self, handover, pages, *args, **kwargs)
 
     def damage_kept(self: Listeners, role: str) -> None:
         if (folder / "damage-kept").exists():
