@@ -259,7 +259,9 @@ TABLE: Mapping[str, Family] = MappingProxyType(
             | {
                 "PD": _handed_over("windows"),
                 "return": _returned("windows-3"),
-                "migration": Proof("oracle", f"{_MOVED_ROWS}[window]"),
+                "migration": _server(
+                    "pd/test_hybrid_migration.py::test_every_answer_is_the_undisturbed_one[decode-windows]"
+                ),
                 "DP": _replicas("tiny-spark"),
                 "speculation": _server(
                     "cache/test_hybrid_drafts.py::test_from_disk_dram_and_hbm_the_draft_guesses_as_well"
