@@ -247,6 +247,7 @@ class Instance:
         if self._dead:
             return
         self.engine.each_pass(self._loop.time())
+        self._grow_replayed()
         if not self._waits(job):
             self._admit_whole(job)
         self._replayed[job] = None
@@ -268,6 +269,21 @@ class Instance:
         self._replayed = before
         self._loop.call_at(job.arrived + job.observed.first_s, self._replay_first, job)
         self._published()
+
+    def _grow_replayed(self) -> None:
+        """Give the answers that are being replayed slots for the tokens of which they have KV by now."""
+        now = self._loop.time()
+        for job in self._replaying:
+            observed = job.observed
+            assert observed is not None
+            computed_at = job.arrived + observed.computed_s
+            if job.node is None or now <= computed_at:
+                continue
+            share = (now - computed_at) / max(1e-9, observed.last_s - observed.computed_s)
+            more = int(min(1.0, share) * (job.output - 1)) - job.made
+            if more > 0 and self.engine.hbm_tier.allocate(more) is not None:
+                job.made += more
+                job.owned += more
 
     def _replay_first(self, job: Job) -> None:
         """The first token has come to the router."""
@@ -698,9 +714,9 @@ class Instance:
         """A request has its last token, of which there is no KV."""
         if job.observed is None:
             self._see(job)
-        elif self.engine.hbm_tier.allocate(job.output) is not None:
+        elif self.engine.hbm_tier.allocate(job.output - job.made) is not None:
+            job.owned += job.output - job.made
             job.made = job.output
-            job.owned += job.output
         self._keep(job, job.text, max(job.tokens, job.length - 1))
         self._release(job)
         self.work.held_token_s += (job.tokens + job.output) * (self._loop.time() - job.admitted_at)

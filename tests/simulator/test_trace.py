@@ -11,7 +11,7 @@ import pytest
 from sglang_ext.cost_model import Batch, CostModel
 from sglang_ext.cost_model.model import DefaultExecution
 from sglang_ext.errors import ConfigError
-from sglang_ext.protocol.recording import Choice, Fill, Head, Member, Namer, Request, Writer
+from sglang_ext.protocol.recording import Choice, Fill, Head, Loaded, Member, Namer, Request, Writer
 from sglang_ext.simulator import command
 from sglang_ext.simulator.outcome import STAGES
 from sglang_ext.simulator.run import simulate, url
@@ -216,6 +216,52 @@ def test_stages_that_were_recorded_are_kept(recording: bytes) -> None:
     expected = {"way": 0.04, "queue": 0.02, "prefill": 0.1, "transfer": 0.04, "decode": 0.3}
     assert found == pytest.approx(expected)
     assert not trace.decided[trace.sessions[1].turn.id].stages
+
+
+def test_moments_of_decisions_and_of_load_reports_are_those_recorded() -> None:
+    namer, writer = Namer(b"k" * 16, 16), Writer()
+    prompt = writer.blocks("space", 100, namer.names("space", b"p" * 400))
+    lines = [
+        writer.line(Head(0.0, 1, "r", namer.key_id, 16, "cost")),
+        writer.line(Loaded(999.5, "a", 0, 0, 0)),
+        writer.line(
+            Request(
+                1000.0, id="1", path="/generate", status=200, prompts=(prompt,), queued_s=0.25, routed_s=0.5,
+                decided_s=0.375, first_byte_s=1.0, ended_s=2.0,
+            )
+        ),
+        writer.line(Loaded(1000.75, "a", 1, 2, 300)),
+    ]  # fmt: skip
+    trace = read_trace(lines)
+    observed = trace.sessions[0].turn.observed
+    assert observed is not None
+    assert observed.decided_s == 0.125, "the wait for admission is simulated"
+    assert trace.reports == {"a": [-0.5, 0.75]}
+
+
+def test_answers_that_are_replayed_take_slots_as_they_grow() -> None:
+    """A second prompt fits beside half of the first one's answer, by its observed times, and not beside all
+    of it: HBM loses blocks of another conversation only then."""
+    settings = changed(Settings(), "instances=1,requests=3,policy=round-robin,hbm=64,dram=1,fetch=off")
+
+    def request(number: int, at_s: float, tokens: int, answer: int, last_s: float) -> TracedSession:
+        key = bytes([number]) * (4 * tokens)
+        times = Observed(0.0, 0.1, 0.2, 0.2, last_s)
+        turn = Turn(key, bytes([number + 100]) * (4 * answer), id=str(number), observed=times)
+        return TracedSession(f"s{number}", 0, at_s, turn)
+
+    def found(at_s: float) -> int:
+        """Tokens of the first conversation that are in HBM after the third prompt, sent at this time."""
+        first = request(1, 0.0, 320, 1, 0.3)
+        trace = Trace(instances=[url(0)])
+        trace.sessions = [
+            first, request(2, 1.0, 160, 320, 11.0), request(3, at_s, 288, 1, 0.3),
+            replace(first, start_s=at_s + 0.5, turn=replace(first.turn, id="again")),
+        ]  # fmt: skip
+        outcome = simulate(replace(settings, requests=4), trace=trace)
+        return sum(outcome.decided["again"].hits.values())
+
+    assert found(1.5) > found(10.5)
 
 
 def test_a_mooncake_trace_is_a_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,8 +35,9 @@ from tests.support.servers.server import ServerProcess, ServerSpec
 pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(1800)]
 
 SERVERS, SESSIONS, BEGINNINGS = 3, 72, 5
-RATE = 1.2
-"""Sessions a second."""
+RATE = 0.4
+"""Sessions a second. Servers on two cores are a third busy with it; where requests queue, placements that are
+nearly worth the same depend on milliseconds."""
 THINK_S = 1.5
 FLAGS = (
     *("--radix-cache-backend", "global", "--max-total-tokens", "6144", "--kv-dram-size", "24MB"),
@@ -187,11 +188,11 @@ def test_the_simulator_decides_as_the_router_did(recorded: Recorded) -> None:
         shown[str(change)] = dict(other.agreement)
     print(json.dumps(shown, indent=1))
     assert found["requests"] == recorded.requests
-    # The aims are 0.99 of the instances and 0.95 of the hits; docs/simulate.md lists the differences.
-    assert found["instance"] >= 0.7
-    assert found["exact_hits"] >= 0.55
+    assert found["instance"] >= 0.99
+    assert found["exact_hits"] >= 0.95
+    assert max(abs(found[f"{tier}_points"]) for tier in ("hbm", "dram") if f"{tier}_points" in found) <= 2
     for title, figures in shown.items():
-        assert title == "as recorded" or figures["instance"] < found["instance"] - 0.2
+        assert title == "as recorded" or figures["instance"] < 0.99
 
 
 def test_what_was_chosen_and_found_is_not_read(recorded: Recorded) -> None:
