@@ -1,4 +1,4 @@
-"""Simulations whose figures are kept in a folder, a file each: one that was interrupted goes on there."""
+"""Simulations whose figures are kept in a folder, a file each, so that an interrupted run goes on there."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The cells of the benchmark, and the folder that keeps those that have run.
 
-A cell is one load on one set-up, with one seed and one policy. Its file has what was measured around the run;
+A cell is one load on one set-up, with one seed and one policy. Its file has the measurements around the run;
 the router's recording lies beside it. The file is written last, so a cell without one has not run.
 """
 
@@ -62,7 +62,7 @@ class Ran:
 
 
 class Folder:
-    """What has been measured, file by file.
+    """The measured cells, a file each.
 
     Args:
         path: made if it is not there.

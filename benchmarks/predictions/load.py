@@ -72,7 +72,7 @@ def arriving(seed: int, count: int) -> list[Asked]:
 
 
 def user(seed: int, number: int) -> Iterator[Asked]:
-    """What one user asks, conversation after conversation, without end."""
+    """The requests of one user, conversation after conversation, without end."""
     rng, known = random.Random(f"user {seed} {number}"), beginnings(seed)
     while True:
         for prompt, answer in conversation(rng, known):

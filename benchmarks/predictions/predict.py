@@ -52,7 +52,7 @@ class Replayed:
 
     @functools.cached_property
     def truth(self) -> dict[str, Times]:
-        """By request; of those whose stages were recorded."""
+        """By request, where its stages were recorded."""
         return self._times(self.trace.decided)
 
     def predicted(self, model: CostModel, rate: float = 1.0, **changes: float) -> dict[str, Times]:
@@ -142,7 +142,7 @@ def of_links(profile: Profile) -> CostModel:
 
 
 def of_memory(profile: Profile) -> CostModel | None:
-    """With twice the bandwidth of what a pass reads and writes, and of products; None without operators."""
+    """With twice the bandwidth of memory in a pass, and of matrix products; None without operators."""
     level = profile.operators
     if level is None:
         return None

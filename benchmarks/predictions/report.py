@@ -48,7 +48,7 @@ class Tables:
         """Of passes and steps, of the cells at `LEAST`."""
 
     def add(self, cells: Sequence[Ran]) -> None:
-        """All cells that have run, and what they say together."""
+        """Add all measured cells, and the figures of all together."""
         replayed = {ran.cell: Replayed.of(ran) for ran in cells}
         for cell, each in replayed.items():
             real = list(each.truth.values())
@@ -115,7 +115,7 @@ class Tables:
         self._report.add(case, **{f"{stage}_ms_too_long": 1e3 * found[stage] for stage in found})
 
     def _interval(self, replayed: Replayed, ours: Sequence[Times], real: Sequence[Times]) -> None:
-        """What is predicted for a little less and a little more load, and where the truth is."""
+        """Add predictions for a little less and a little more load: is the measured time between them?"""
         means = {"at_rate": statistics.fmean(one.ttft for one in ours)}
         for name, rate in (("at_less", 1 - MARGIN), ("at_more", 1 + MARGIN)):
             means[name] = statistics.fmean(one.ttft for one in replayed.predicted(self._model, rate).values())

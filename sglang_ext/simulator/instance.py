@@ -95,7 +95,7 @@ class Job:
 
     @property
     def text(self) -> bytes:
-        """The prompt; of a retracted request with what it had of its answer."""
+        """The prompt; of a retracted request, with the tokens of its answer so far."""
         return self.key + self.answer[: self.made * TOKEN_BYTES] if self.made else self.key
 
     @property
@@ -492,8 +492,8 @@ class Instance:
 
     def _retract(self) -> None:
         """Send requests back to the queue until the others' next tokens have room (``retract_decode``): those
-        with the shortest answers, of these those with the longest prompts. Of what they had computed, the
-        tree keeps their prompts."""
+        with the shortest answers, of these those with the longest prompts. The tree keeps the KV of
+        their prompts."""
         for _, _, job in self._running:
             self._see(job)
         kept = sorted(self._running, key=lambda entry: (entry[2].made, -entry[2].tokens, -entry[1]))
@@ -662,7 +662,7 @@ class Instance:
         passes = self._model.passes(self._batching)
         for new, context in lengths:
             passes = passes.adding(new, context)
-        # What is around a pass overlaps the next one; the router's part of the simulation has it.
+        # The work around a pass overlaps the next one; the router's part of the simulation has it.
         computing_s = passes.seconds - self._model.execution.around_s
         # The last layer's KV arrives when all is loaded, and that layer is still to be computed then.
         return max(computing_s, self.engine.copier.loads_left_s() + computing_s / self._settings.layers)

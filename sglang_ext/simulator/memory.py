@@ -141,7 +141,7 @@ class Room(Protocol):
 
 
 class PassBudget:
-    """What one pass may still take of HBM and of its chunk. Sizes are tokens.
+    """The tokens that one pass may still take of HBM and of its chunk.
 
     Args:
         tier: the cache's part of HBM.
@@ -169,7 +169,7 @@ class PassBudget:
         return min(self.chunk, left if left > 0 else max(1, int(self._left(0))))
 
     def fits(self, prompt: int, answer: int) -> bool:
-        """Whether a request has room. prompt: what of it is not in HBM."""
+        """Whether a request has room. prompt: its tokens that are not in HBM."""
         return prompt + min(answer, CLIP_TOKENS) + 1 < self._left(self._later)
 
     def take(self, new: int, answer: int) -> None:

@@ -3,7 +3,7 @@
 A `TimedInstance` takes the place of the simulator's `Instance`, behind the same router. Requests, batches,
 admission, chunks, retraction, the table of requests, the allocator of slots, and our cache in front of them
 are those of a server (`SimulatedScheduler`, `GlobalRadixCache`). Below that are the engine's parts of an
-instance, with memory that has no bytes, and a pass takes what the cost model says for its batch. There is no
+instance, with memory that has no bytes, and a pass takes the cost model's time for its batch. There is no
 KV, so there are no rows to compare.
 """
 

@@ -17,7 +17,7 @@ from tests.fake_gpu import runtime_kernels, torch_cuda
 
 
 class _Runtime:
-    """In place of ``CudaRuntime``; what it copies is copied when it returns."""
+    """In place of ``CudaRuntime``; a copy is complete when the call returns."""
 
     def copy_2d(self, to: int, to_pitch: int, at: int, pitch: int, width: int, rows: int, _: int) -> None:
         for row in range(rows):

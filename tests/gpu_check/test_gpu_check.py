@@ -96,7 +96,7 @@ def test_slow_copies_are_warnings_with_what_they_cost() -> None:
 
 
 def test_a_pass_reads_layers_that_arrive_while_it_runs() -> None:
-    """The mover with its threads; the emulator does what is queued at once."""
+    """The mover with its threads; the emulator executes queued operations at once."""
     assert emulated("arrives")["same"] == [True] * 6
 
 

@@ -87,7 +87,7 @@ class Arrivals:
                 if not self.look():
                     with self._changed:
                         self._changed.wait(POLL_SECONDS)
-        except BaseException as error:  # noqa: BLE001 - those who wait raise it as a MoverError
+        except BaseException as error:  # noqa: BLE001 - waiting threads raise it as a MoverError
             with self._changed:
                 self._failure = error
                 self._changed.notify_all()

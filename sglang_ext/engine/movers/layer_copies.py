@@ -1,4 +1,4 @@
-"""How bytes get from and to a GPU's pool: what a mover needs, and the ways without kernels of our own.
+"""Copies from and to a GPU's pool: the interface for movers, and copies without kernels of our own.
 
 Everything is queued on the current stream, and nothing waits on the host.
 """

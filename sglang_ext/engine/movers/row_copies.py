@@ -33,8 +33,11 @@ _VECTOR_BYTES = 16
 
 @dataclass(frozen=True)
 class Tile:
-    """What a kernel is compiled for. wide: words of a piece of a row, a power of two; rows: tokens of a step;
-    aligned: words by which all addresses and lengths can be divided."""
+    """The constants of a compiled kernel.
+
+    wide: words of a piece of a row, a power of two; rows: tokens of a step; aligned: words by which all
+    addresses and lengths can be divided.
+    """
 
     word: torch.dtype
     wide: int

@@ -94,7 +94,7 @@ class PrefillPeer:
 
     def gives(self, offer: Offer, pool: str) -> bool:
         """Whether this rank reads an offer's bytes into a pool of its own: a rank offers blocks of all pools,
-        also of one that another rank has just as well."""
+        and this rank may read a pool from another rank that has the same."""
         parts = self.instance.plan(pool, offer.pool).ranks
         return any(self.instance.links[part.rank].who.rank == offer.rank for part in parts)
 

@@ -164,7 +164,7 @@ def test_a_writes_staging_is_bounded(interpreted: Any, monkeypatch: pytest.Monke
 def test_sglangs_kernel_gets_the_arguments_that_it_describes(
     interpreted: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other candidate, which ``gpu-check`` measures: its place is taken by what its docstring says."""
+    """The other candidate, which ``gpu-check`` measures: a function that follows its docstring."""
 
     def k_and_v(k: Any, v: Any, source: Any, tokens: Any, slots: Any, layer: int) -> None:
         page, within = tokens // source.shape[4], tokens % source.shape[4]

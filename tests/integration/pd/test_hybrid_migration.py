@@ -130,8 +130,8 @@ async def test_every_answer_is_the_undisturbed_one(router: Router, fleet: Fleet)
 
 
 async def test_damaged_memory_is_seen_in_moved_answers(router: Router, fleet: Fleet) -> None:
-    """The twin. Between decode servers a block of the window, or a state, is zeros where it has come to; of
-    the other servers, what is in the first one's DRAM is damaged while it stands still."""
+    """The twin. Between decode servers a block of the window, or a state, is zeros at the target; with
+    other servers, the source's DRAM is damaged while the request stands still."""
     source = next(server for server in fleet.servers if server.url == router.members.member("a").url)
     async with client_of(router) as client:
         expected = await undisturbed(fleet, client)

@@ -29,8 +29,8 @@ class MovesFrom(Protocol):
         """By which blocks go to other instances; None where that is not possible."""
 
     def stop(self, req: Any) -> None:
-        """Take over what a running request has computed, and free its slots: it goes on from that, here or
-        elsewhere."""
+        """Take over the KV of a running request, and free its slots. The request goes on with that KV, at
+        this or another instance."""
 
     def copied(self, req: Any, tokens: bytes) -> bool:
         """Whether an export of a stopped request, with these tokens encoded, need not be waited for."""
