@@ -127,7 +127,14 @@ def _kv_scales(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _parts(owner: Any, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """A tensor in parts that ranks either share or repeat: queries, keys and values of SGLang's
-    ``QKVParallelLinear``, or all of it."""
+    ``QKVParallelLinear``, the two kinds of columns of its ``MergedColumnParallelRepeatedLinear`` (KDA), or
+    all of it."""
+    if tensor.dim() and hasattr(owner, "num_column_parallel"):
+        sizes, shared = owner.output_partition_sizes, owner.num_column_parallel
+        if tensor.shape[0] == sum(sizes):
+            shares = [sum(sizes[:shared]), sum(sizes[shared:])]
+            yield from zip((".shared", ".repeated"), tensor.split(shares), strict=True)
+            return
     names = ("q_proj_shard_size", "kv_proj_shard_size", "v_proj_shard_size")
     if tensor.dim() and all(hasattr(owner, name) for name in names):
         sizes = [int(getattr(owner, name)) for name in names]

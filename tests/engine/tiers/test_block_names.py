@@ -235,6 +235,16 @@ class Qkv(torch.nn.Module):
         self.q_proj_shard_size, self.kv_proj_shard_size, self.v_proj_shard_size = queries, keys, keys
 
 
+class Merged(torch.nn.Module):
+    """A rank's part of SGLang's ``MergedColumnParallelRepeatedLinear``: its own columns, and those of all."""
+
+    def __init__(self, shared: torch.Tensor, repeated: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.cat([shared, repeated]))
+        self.num_column_parallel = 2
+        self.output_partition_sizes = [len(shared) // 2, len(shared) // 2, len(repeated)]
+
+
 HEAD, HEADS, KV_HEADS, WIDTH, VOCABULARY = 4, 8, 2, 12, 50
 
 
@@ -259,6 +269,8 @@ def shard(
     model.qkv = Qkv(
         torch.cat([rows(q, rank, ranks), keys, rows(v, kv_rank, kv_ranks)]), HEADS * HEAD // ranks, len(keys)
     )
+    merged = [torch.randn(8, WIDTH) for _ in range(3)]
+    model.merged = Merged(torch.cat([rows(each, rank, ranks) for each in merged[:2]]), merged[2].to(dtype))
     model.out = torch.nn.Parameter(out.chunk(ranks, 1)[rank].to(dtype))
     model.up = torch.nn.Parameter(rows(up, rank, ranks))
     model.embed = torch.nn.Parameter(rows(padded, rank, ranks))
