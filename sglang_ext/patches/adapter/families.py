@@ -296,7 +296,9 @@ TABLE: Mapping[str, Family] = MappingProxyType(
             | {
                 "PD": _handed_over("states"),
                 "return": _returned("states-3"),
-                "migration": Proof("oracle", f"{_MOVED_ROWS}[states]"),
+                "migration": _server(
+                    "pd/test_hybrid_migration.py::test_every_answer_is_the_undisturbed_one[decode-states]"
+                ),
                 "speculation": Proof("oracle", _STATE_DRAFTS),
             },
         ),
