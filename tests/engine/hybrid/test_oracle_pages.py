@@ -40,7 +40,7 @@ def test_every_row_from_dram_and_disk_is_right(scenario: HybridScenario) -> None
         drive(rank, seed=2, steps=100)
         assert len(rank.scheduler.finished) > 15
         assert rank.scheduler.loaded > PAGE
-        assert rank.scheduler.disk_tokens > PAGE
+        assert rank.scheduler.disk_tokens >= PAGE
 
 
 @pytest.mark.long
