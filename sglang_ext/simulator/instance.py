@@ -440,13 +440,13 @@ class Instance:
 
     def _begin_steps(self) -> None:
         """Generate until an answer ends or fills HBM."""
-        room = self._room // len(self._running) if self._grows else math.inf
-        if room < 1:
+        fitting = self._usable_slots // len(self._running) if self._grows else math.inf
+        if fitting < 1:
             self._retract()
-            room = max(1, self._room // len(self._running)) if self._running else 0
+            fitting = max(1, self._usable_slots // len(self._running)) if self._running else 0
         if self._running:
             step_s = self._model.decode_s(len(self._running))
-            self._turn_by(self._since + max(1, min(room, self._running[0][0] - self._step)) * step_s)
+            self._turn_by(self._since + max(1, min(fitting, self._running[0][0] - self._step)) * step_s)
 
     def _note_queue(self, now: float) -> None:
         if self._waiting and self._queued_since is None:
@@ -462,7 +462,7 @@ class Instance:
             steps = int((now - self._since) / step_s + 1e-6)
             steps = min(steps, self._running[0][0] - self._step)
             if steps and self._grows:
-                steps = min(steps, self._room // len(self._running))
+                steps = min(steps, self._usable_slots // len(self._running))
                 if not steps:
                     self._retract()
                     continue
@@ -485,7 +485,7 @@ class Instance:
         self.work.generating_s += steps * step_s
 
     @property
-    def _room(self) -> int:
+    def _usable_slots(self) -> int:
         """Slots that are free, or whose blocks may be evicted."""
         tier = self.engine.hbm_tier
         return tier.free + tier.total - tier.protected
@@ -498,14 +498,14 @@ class Instance:
             self._see(job)
         kept = sorted(self._running, key=lambda entry: (entry[2].made, -entry[2].tokens, -entry[1]))
         gone: list[Job] = []
-        while len(kept) > 1 and (not gone or self._room < len(kept)):
+        while len(kept) > 1 and (not gone or self._usable_slots < len(kept)):
             job = kept.pop(0)[2]
             gone.append(job)
             self._release(job)
             job.node, job.computed, job.protected, job.looked = None, 0, 0, False
             tier = self.engine.hbm_tier
             tier.evict(max(0, RETRACT_STEPS * len(kept) - tier.free))
-        if self._room < len(kept):
+        if self._usable_slots < len(kept):
             self._end(kept.pop()[2])
         self._ratio.retracted([(job.made, job.output) for _, _, job in kept])
         self._running = kept

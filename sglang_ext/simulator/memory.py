@@ -129,7 +129,7 @@ class NewTokenRatio:
         self.current = min(1.0, made / (sum(most for _, most in kept) + 1))
 
 
-class Room(Protocol):
+class Occupancy(Protocol):
     """The part of `HbmTier` that a budget reads."""
 
     @property
@@ -149,7 +149,7 @@ class PassBudget:
         expected: that running requests are expected to generate.
     """
 
-    def __init__(self, tier: Room, chunk: int, expected: float) -> None:
+    def __init__(self, tier: Occupancy, chunk: int, expected: float) -> None:
         self._tier = tier
         self.chunk = chunk
         self._now, self._later = 0, expected

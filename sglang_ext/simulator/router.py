@@ -63,7 +63,7 @@ MOST_WAITING = 1 << 20
 MOST_LOST = 1
 """An instance may have died of the request: it is sent to a second one, and not to a third."""
 RETRY_BUDGET = 0.8
-"""As ``--retry-budget`` is without being given."""
+"""The default of ``RouterConfig.retry_budget``."""
 PATIENCE_S = 3600.0
 """Turns of sessions wait as long as it takes."""
 SESSION_BYTES = 1 << 40

@@ -252,8 +252,8 @@ class Simulation:
         return self.settings.fetch and known and role is not Role.DECODE
 
     def start(self, number: int) -> None:
-        """Start an instance with nothing in its memory, and have the router reach it. Its disk is the one
-        that it had before, if any.
+        """Start an instance with nothing in its memory, and have the router reach it. An instance that is
+        started again keeps its disk.
         """
         name, epoch, role = self._name(number), next(self._epochs), self._role(number)
         send, named = self.router.channels.sender(name)
