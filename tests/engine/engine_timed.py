@@ -160,7 +160,7 @@ class TimedInstance(Instance):
         self._launched: list[ScheduleBatch] = []
         """Those that run or are to run, the first one now."""
         self._batch: ScheduleBatch | None = None
-        """The last one that the scheduler has launched."""
+        """The batch of the last launch."""
 
     # -- requests -----------------------------------------------------------------------------------
 

@@ -188,7 +188,7 @@ class WithoutEstimate(Instance):
 
 
 class RareFirst(Instance):
-    """Evicts first what was used least often."""
+    """Evicts the least often used blocks first."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -1,7 +1,8 @@
 """Running requests of models with windows or states are stopped at one scheduler and go on at another.
 
-Both prefill and decode. The first one's tree takes over what it has computed, and the second one fetches that
-by name. Each row that a model reads and each block in DRAM equals the oracle's, as in `test_oracle_store`.
+Both prefill and decode. The first scheduler's tree takes over the request's KV, and the second scheduler
+fetches it by name. Each row that a model reads and each block in DRAM equals the oracle's, as in
+`test_oracle_store`.
 """
 
 from __future__ import annotations
@@ -190,7 +191,7 @@ def kept_tokens(scenario: HybridScenario, parked: Parked) -> int:
 def test_a_request_goes_on_at_another_scheduler(
     pair: Pair, scenario: HybridScenario, prompt: list[int]
 ) -> None:
-    """What its first scheduler has computed is not computed again."""
+    """The second scheduler computes no token again."""
     owner, reader = pair
     req = owner.begin(prompt)
     parked = owner.park(req)

@@ -51,7 +51,7 @@ SOUND = [*WINDOWS, STATES, BOTH, *GRIDS]
 
 @dataclass
 class Moving:
-    """A decode rank that a request leaves, and the pools of the one that takes it."""
+    """A decode rank that a request leaves, and the pools of its new rank."""
 
     source: HybridRank
     target: Side

@@ -221,7 +221,7 @@ def bare(of: Launch) -> Launch:
 
 
 def moves_of(of: Launch) -> Iterator[tuple[int, int, int]]:
-    """What a launch of the kernel copies now, one row of a piece after the other: from, to, bytes."""
+    """The copies of a kernel's launch, one row of a piece after the other: from, to, bytes."""
     word = of.tile.word.itemsize
     ends = [(side, side.pieces.tolist()) for side in (of.source, of.target)]
     units = [each.tolist() for each in (of.source_units, of.target_units)]

@@ -344,7 +344,7 @@ def on_device(cuda: FakeCuda, module: Any, *, kernel: bool = True) -> Iterator[N
     thread = cuda.trace.timeline("kv-mover", [cuda.trace.host])
 
     class Looked(Arrivals):
-        """Without its thread: what it does is done when someone waits for it, on a timeline of its own."""
+        """Without its thread: a waiting caller runs its work, on a timeline of its own."""
 
         def add(self, load: Any) -> None:
             self._loads.append(load)

@@ -1,6 +1,6 @@
 """The kernel that copies KV on a GPU: its bytes in Triton's interpreter, and that it compiles for GPUs.
 
-What it copies on a GPU, and how fast, needs one: tests/gpu, and ``sglang-ext gpu-check``.
+Its bytes and its speed on a GPU are for tests/gpu and ``sglang-ext gpu-check``.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def fleet(
             return ServerSpec(model=model.model, flags=flags)
         faults[name] = place.folder / name
         faults[name].mkdir()
-        # SGLang's strict count while requests run would miss the slots of one that is stopped.
+        # SGLang's strict count while requests run would miss the slots of a stopped request.
         return FaultySpec(model=model.model, flags=flags, environment={FOLDER: str(faults[name])})
 
     prefill, decode = ([spec("p")], [spec("a"), spec("b")]) if apart else ([], [])
