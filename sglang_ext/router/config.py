@@ -525,6 +525,14 @@ class RouterConfig(Flagged):
         within="--memory-limits",
         key="sessions",
     )
+    session_answer_bytes: int = flag(
+        0,
+        "Memory for the tokens of each session's last answers, which servers are asked for. They go into the "
+        "next turn's prompt in the place of the same text tokenized again. 0: servers are not asked.",
+        SIZE,
+        within="--memory-limits",
+        key="session-answers",
+    )
     document_bytes: int = flag(
         256 * MIB,
         "Memory for documents: their contents and tokens, over all tenants.",

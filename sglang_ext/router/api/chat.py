@@ -52,6 +52,7 @@ class ChatCompletions(OpenAiDialect):
     known_by = (fields("messages"),)
     hint_fields: ClassVar[tuple[str, ...]] = ("messages",)
     document_fields: ClassVar[Mapping[str, str]] = {"messages": "messages", "input_ids": "input_ids"}
+    asks_ids, takes_ids = "return_output_ids_in_sglext", "input_ids"
     answer_object = "chat.completion"
     id_prefix = "chatcmpl"
     kinds = SAMPLING | kinds(

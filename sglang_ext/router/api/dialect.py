@@ -206,6 +206,10 @@ class Dialect(ABC):
     """The field that makes the server tell in which tiers it found KV, where it does not by itself."""
     tells_tiers: ClassVar[tuple[bytes, ...]] = ()
     """In all of the events, and in no other, with which a stream tells them then."""
+    asks_ids: ClassVar[str] = ""
+    """The field that makes the server tell the ids that it generated; with ``takes_ids`` or not at all."""
+    takes_ids: ClassVar[str] = ""
+    """The field with token ids that go before a conversation's text, which the rest of the body stays for."""
     via: ClassVar[Dialect | None] = None
     """The dialect in which requests go to servers that do not take the router's own fields in this one."""
     admitted_as: ClassVar[Dialect | None] = None

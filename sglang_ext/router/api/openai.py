@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import orjson
 
+from sglang_ext.keys import encode_tokens
 from sglang_ext.router.api.dialect import Dialect
 from sglang_ext.router.api.limits import Limits
 from sglang_ext.router.api.prompts import adapter_of
@@ -110,6 +112,10 @@ class OpenAiDialect(Dialect):
             usage.add_tiers(extension.get("cached_tokens_details"))
             if usage.tiers and usage.cached_tokens is None:
                 usage.cached_tokens = sum(usage.tiers.values())
+            ids = extension.get("output_ids")
+            if choices == 1 and isinstance(ids, list) and len(ids) == 1 and isinstance(ids[0], list):
+                with contextlib.suppress(ValueError, TypeError, OverflowError):
+                    usage.output_keys = {0: encode_tokens(ids[0])}
 
     def texts(self, answers: Sequence[Any]) -> Mapping[int, str]:
         # Choices with tool calls or reasoning are left out: their text lacks parts of the generated one.

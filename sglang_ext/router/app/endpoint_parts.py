@@ -24,6 +24,7 @@ from sglang_ext.router.endpoints.pages import page_routes
 from sglang_ext.router.endpoints.repairing import Repairs
 from sglang_ext.router.endpoints.routes import RouteTable
 from sglang_ext.router.endpoints.sessions import Sessions
+from sglang_ext.router.hints.session_answers import SessionAnswers
 from sglang_ext.router.hints.shared_pins import SharedPins
 from sglang_ext.router.http.server import HttpServer, limits_within, raise_file_limit
 from sglang_ext.router.http.tls import server_context
@@ -58,11 +59,13 @@ class EndpointParts:
         )
         diagnoses = Diagnoses(config.session_memory_bytes // 4, config.block_size)
         base.metrics.show_table("diagnoses", diagnoses)
+        answers = SessionAnswers(config.session_answer_bytes, of.tokenizers, base.metrics)
+        base.metrics.show_table("session-answers", answers)
         self.generation = Generation(
             Rules(config.cache_details, table.sessions), repairs, of.fleet, routing.chooser,
             requests.relay, of.tokenizers, routing.admission, routing.programs, requests.flights,
             requests.suspects, requests.shared, routing.queries, requests.request_log,
-            self.advisory, routing.pausing, routing.documents, diagnoses, base.metrics, clock,
+            self.advisory, routing.pausing, routing.documents, diagnoses, answers, base.metrics, clock,
             max_retries=config.max_retries, retry_budget=config.retry_budget,
         )  # fmt: skip
         self.information = Information(

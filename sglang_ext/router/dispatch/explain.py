@@ -314,6 +314,9 @@ def as_json(
             "prompts": len(logged.prompts),
         },
         "divergence": _divergence(record.divergence, texts=own),
+        "splice": None
+        if record.splice is None
+        else {"outcome": record.splice, "saved_tokens": record.spliced_tokens},
         "pause": None if record.pause is None else record.pause.as_json(),
         "repairs": [{"rule": each.rule, "changes": each.changes} for each in record.repairs],
         "cached": {"tokens": record.cached_tokens, "tiers": record.tiers or None},

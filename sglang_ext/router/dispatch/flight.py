@@ -12,6 +12,7 @@ from sglang_ext.router.api.job import session_of_key
 from sglang_ext.router.api.sse import EventFilter
 from sglang_ext.router.dispatch.diagnosing import Diagnosed
 from sglang_ext.router.dispatch.suspects import digest_of_request
+from sglang_ext.router.hints.session_answers import SessionTurn
 from sglang_ext.router.http.types import Request, RequestRefused, Responder
 from sglang_ext.router.telemetry.record import CLIENT_GONE, Record
 from sglang_ext.router.tenancy.admit import through
@@ -30,11 +31,12 @@ class Flight:
     Args:
         sent: the request to workers; as admitted, unless its instances need another dialect.
         units: length of all prompts, in the unit of matches.
+        turn: learns the ids of the answer, and takes them out of it.
     """
 
     __slots__ = (
         "aborted", "admitted", "began", "breakpoints", "diagnosed", "failed", "filter", "goes_on", "prompts",
-        "record", "request", "responder", "sent", "task", "units", "works",
+        "record", "request", "responder", "sent", "task", "turn", "units", "works",
     )  # fmt: skip
 
     def __init__(
@@ -46,6 +48,7 @@ class Flight:
         record: Record,
         sent: Sent,
         units: int,
+        turn: SessionTurn | None = None,
     ) -> None:
         self.admitted = admitted
         self.prompts = prompts
@@ -58,6 +61,7 @@ class Flight:
         """Takes out of a stream what only the router has asked for."""
         self.breakpoints: tuple[int, ...] = ()
         """Places of its prompt, in tokens, for instances that keep states there."""
+        self.turn = turn
         self.diagnosed: Diagnosed | None = None
         """Compares it with an earlier request."""
         self.failed: str | None = None

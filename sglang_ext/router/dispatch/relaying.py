@@ -229,13 +229,16 @@ class Relay:
         record.tools = usage.tools
         headers = self._response_headers(response, record, usage)
         size = len(body)
+        if flight.turn is not None and response.status == 200:
+            flight.turn.answered(usage)
+            body = flight.turn.whole(body)
         if flight.sent.translation is not None:
             body = flight.sent.translation.whole(response.status, body)
         _name_answer(flight, body)
         if flight.edit is not None:
             body = flight.edit.whole(response.status, body)
         await flight.responder.send(response.status, headers, body)
-        if response.status == 200:
+        if response.status == 200 and not usage.output_keys:
             self._learn_texts(flight, record.instance or "", lambda: usage.output_texts, size)
 
     async def _stream(
@@ -293,13 +296,16 @@ class Relay:
             await responder.write(held)
         if reader.done:
             _infer_cached(flight, reader.usage)
+            if flight.turn is not None:
+                flight.turn.answered(reader.usage)
         if reader.usage.output_keys or reader.usage.response_id is not None:
             self._learn(flight, placement, reader.usage)
         _note(record, reader.usage)
         if flight.admitted.session is not None:
             record.tools = reader.tools_called()
         await responder.finish()
-        self._learn_texts(flight, record.instance or "", reader.output_texts, reader.kept_bytes)
+        if not reader.usage.output_keys:
+            self._learn_texts(flight, record.instance or "", reader.output_texts, reader.kept_bytes)
 
     async def _go_on(self, flight: Flight, answer: OpenAnswer, reader: StreamReader) -> None:
         """Pass on the rest of a stream from the instances that continue it.
@@ -420,6 +426,8 @@ class Relay:
 
 def _for_client(flight: Flight, chunk: bytes) -> bytes:
     """The part of a stream's next piece that the client gets."""
+    if flight.turn is not None:
+        chunk = flight.turn.feed(chunk)
     if flight.sent.translation is not None:
         chunk = flight.sent.translation.feed(chunk)
     elif flight.filter is not None:
@@ -440,7 +448,10 @@ def _name_answer(flight: Flight, data: bytes) -> None:
 
 
 def _held_back(flight: Flight) -> bytes:
-    return b"" if flight.filter is None or flight.edit is not None else flight.filter.end()
+    if flight.edit is not None or flight.sent.translation is not None:
+        return b""
+    held = b"" if flight.turn is None else flight.turn.end()
+    return held if flight.filter is None else flight.filter.feed(held) + flight.filter.end()
 
 
 def _infer_cached(flight: Flight, usage: Usage) -> None:

@@ -47,6 +47,7 @@ from sglang_ext.router.endpoints.routes import Handler, Route
 from sglang_ext.router.endpoints.shared_requests import SharedRequests
 from sglang_ext.router.fleet.fleet import Fleet
 from sglang_ext.router.hints.documents import Documents
+from sglang_ext.router.hints.session_answers import SessionAnswers
 from sglang_ext.router.http.types import ConnectFailed, ConnectionLost, Request, RequestRefused, Responder
 from sglang_ext.router.placing.placing import Placement
 from sglang_ext.router.telemetry.observability import RouterMetrics
@@ -89,6 +90,7 @@ class Generation:
         pausing: learns the pauses between turns.
         documents: puts documents that a request names in front of its prompt.
         diagnoses: compares requests with earlier ones, for clients that ask for it.
+        answers: puts the tokens of sessions' last answers into prompts.
         clock: seconds.
         max_retries: other instances tried for one request.
         retry_budget: see ``RetryBudget``.
@@ -113,6 +115,7 @@ class Generation:
         pausing: Pausing,
         documents: Documents,
         diagnoses: Diagnoses,
+        answers: SessionAnswers,
         metrics: RouterMetrics,
         clock: Clock,
         *,
@@ -136,6 +139,7 @@ class Generation:
         self._pausing = pausing
         self._documents = documents
         self._diagnoses = diagnoses
+        self._answers = answers
         self._retries = metrics.counter("retries")
         self._retries_denied = metrics.counter("retries_denied")
         self._clock = clock
@@ -204,9 +208,12 @@ class Generation:
             budget=record.budget,
             field=lambda index: admitted.dialect.field_of(admitted.job, index),
         )
+        turn = await self._answers.begin(admitted, prompts, record, limits) if self._answers.on else None
+        if turn is not None:
+            admitted, prompts = turn.admitted, turn.prompts
         _check_lengths(admitted, prompts, limits, record)
         units = sum([encoded.units for encoded in prompts])
-        flight = Flight(admitted, prompts, request, responder, record, admitted.sent, units)
+        flight = Flight(admitted, prompts, request, responder, record, admitted.sent, units, turn)
         if begun:
             flight.breakpoints = await places_of(begun, prompts[0], self._tokenizers, limits, record.budget)
         if asked is not None:

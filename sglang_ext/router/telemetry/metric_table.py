@@ -36,6 +36,10 @@ ROUTER: Final = MetricTable("router", (
         "diverged_tokens", COUNTER, "tokens", ("cause",),
         "Tokens of their session's last turn that turns could not reuse, because they differed before them",
     ),
+    Metric(
+        "answer_splices", COUNTER, "turns", ("outcome",),
+        "Turns of sessions, by whether the server's own tokens of the last answer went into their prompt",
+    ),
     Metric("client_disconnects", COUNTER, "clients", (), "Clients that went away before the end"),
     Metric("tenant_requests", COUNTER, "requests", ("tenant", "status"), "Generation requests"),
     Metric("tenant_tokens", COUNTER, "tokens", ("tenant", "kind"), "Tokens of generation requests"),

@@ -96,6 +96,11 @@ class Record:
     """The effects of rules on its prompt (``--client-rules``)."""
     divergence: Divergence | None = None
     """The place at which it left the last turn of its session, where KV was lost by that."""
+    splice: str | None = None
+    """Of a session's turn: whether the server's own tokens of the last answer are in its prompt, and if not,
+    why (``tokens.answers.Outcome``)."""
+    spliced_tokens: int = 0
+    """Tokens of the last turn that the prompt begins with only by that."""
     tools: tuple[str, ...] = ()
     """Names of the tools that the answer calls."""
     pause: Pause | None = None

@@ -14,6 +14,7 @@ from sglang_ext.keys import TOKEN_BYTES, decode_tokens, encode_tokens
 from sglang_ext.router.api.job import Chat, Pair
 from sglang_ext.router.api.validation import Json
 from sglang_ext.router.fleet.facts import InstanceFacts
+from sglang_ext.router.tokens.answers import KeptAnswer, Turn, kept_answer, with_answer
 from sglang_ext.router.tokens.chat_template import (
     CannotRender,
     Rendering,
@@ -63,6 +64,11 @@ class PromptTokenizer:
         if facts.chat.multimodal and (self._before or self._after) and self.by_server_only is None:
             self.by_server_only = "the server puts special tokens around what its template makes"
         self._around_pair = _around_pair(tokenizer, encode)
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        self._ends = {index: token.content for index, token in added.items() if token.special}
+        """Tokens that may end an answer, and are no part of its text."""
+        self.sends_ids = not facts.chat.multimodal
+        """Whether the server takes a conversation as token ids as it takes its text."""
         self._reranks = None if template is None else reranking(template)
 
     def encode_text(
@@ -146,6 +152,46 @@ class PromptTokenizer:
         one, other = (self._rendered(each, answer_follows=True)[1] for each in both)
         key = self.segmenter.encode(_common_beginning(one, other), most_new, salt, most)
         return key, payload["messages"][number:]
+
+    def turn(
+        self,
+        chat: Chat,
+        key: bytes,
+        kept: Sequence[KeptAnswer],
+        salt: str | None,
+        most: int,
+        most_new: int | None = None,
+    ) -> Turn:
+        """A conversation of a session, with the tokens of its last answer where these are known.
+
+        Args:
+            key: its tokens, as ``encode_chat`` has them.
+            kept: the session's last answers.
+            most_new, salt, most: see ``Segmenter.encode``.
+
+        Raises:
+            TemplateFailed, CannotRender: as ``encode_chat``; or the answer goes on where the conversation
+                ends.
+        """
+        rendering, text = self._rendered(self._seen(chat, salt), answer_follows=True)
+        if rendering.assistant_prefix is not None:
+            raise CannotRender("its last answer goes on")
+        ends = tuple(self._ends.values())
+        return with_answer(
+            text, key, kept, ends, lambda part: self.segmenter.encode(part, most_new, salt, most)
+        )
+
+    def kept_answer(self, turn: Turn, answer: bytes) -> KeptAnswer | None:
+        """See ``answers.kept_answer``. answer: as it was generated."""
+        if answer and int(decode_tokens(answer[-TOKEN_BYTES:])[0]) in self._ends:
+            answer = answer[:-TOKEN_BYTES]
+        return kept_answer(turn, answer, self._exact)
+
+    def _exact(self, key: bytes) -> str:
+        text: str = self._tokenizer.decode(
+            decode_tokens(key).tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return text
 
     def decode(self, key: bytes) -> str:
         """The text of token ids, special tokens included."""

@@ -30,6 +30,7 @@ from sglang_ext.router.http.types import RequestRefused
 from sglang_ext.router.index.prompt_trees import BEGINNING
 from sglang_ext.router.telemetry.observability import RouterMetrics
 from sglang_ext.router.tenancy.budgets import Budget
+from sglang_ext.router.tokens.answers import KeptAnswer, Turn
 from sglang_ext.router.tokens.chat_template import CannotRender, TemplateFailed, text_of, text_of_messages
 from sglang_ext.router.tokens.encoded import Encoded
 from sglang_ext.router.tokens.fair_pool import FairPool
@@ -385,6 +386,44 @@ class TokenizerService:
         if budget is None:
             return await self.pool.run(_OWN, LARGE_ANSWER, encode)
         return await self.pool.run(budget.owner, LARGE_ANSWER, encode, budget.tokenized)
+
+    @property
+    def sends_ids(self) -> bool:
+        """Whether conversations may go to servers as token ids."""
+        return self.tokenizer is not None and self.tokenizer.sends_ids
+
+    async def turn(
+        self,
+        prompt: PromptInput,
+        key: bytes,
+        kept: Sequence[KeptAnswer],
+        limits: Limits,
+        budget: Budget | None,
+    ) -> Turn | None:
+        """``PromptTokenizer.turn`` of a prompt; None where it is not rendered here.
+
+        Args:
+            key: its tokens.
+            kept: the last answers of its session.
+            limits, budget: see ``encode``, also for the error.
+        """
+        tokenizer, chat = self.tokenizer, prompt.chat
+        if tokenizer is None or chat is None:
+            return None
+        most = _most(limits, self.longest)
+        turn = functools.partial(tokenizer.turn, chat, key, kept, prompt.salt, most)
+        size = _size(prompt)
+        try:
+            if size <= INLINE_BYTES:
+                with contextlib.suppress(TooMuchNew):
+                    return turn(INLINE_NEW)
+            return await self._run(budget, size, turn)
+        except (CannotRender, TextTooLong):
+            return None
+
+    def kept_answer(self, turn: Turn, answer: bytes) -> KeptAnswer | None:
+        """The answer to a turn, for the next ones; None if it is no text."""
+        return None if self.tokenizer is None else self.tokenizer.kept_answer(turn, answer)
 
     def decode(self, key: bytes) -> str:
         """The text of a few tokens; empty without a tokenizer."""

@@ -20,6 +20,7 @@ from sglang_ext.router import Router, RouterConfig
 from sglang_ext.router.api.dialect import DIALECTS
 from sglang_ext.router.clients.repairs import repair
 from sglang_ext.router.clients.rules import shipped
+from sglang_ext.testing.tokenizer import vocabulary
 from tests.support.leaks import LeakGuard
 from tests.support.servers.pd_servers import pd_servers
 from tests.support.servers.redis_server import RedisServer
@@ -174,6 +175,60 @@ async def test_without_the_rules_claude_code_s_turns_find_nothing(start: Callabl
         assert explained["cached"]["tokens"] < 100
         assert explained["divergence"]["lost_tokens"] > 200
         assert explained["divergence"]["before"].startswith("cch=")
+
+
+def sampled_apart() -> int:
+    """A token that a tokenizer never puts twice in a row: it has one for both."""
+    entries = vocabulary()[0]
+    return next(
+        at
+        for at, entry in enumerate(entries)
+        if len(entry) == 1 and entry.isascii() and entry + entry in entries
+    )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("edits", [False, True], ids=["as it was", "edited"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_a_turn_has_the_tokens_that_the_server_generated(
+    start: Callable[..., Any], server: ServerProcess, stream: bool, edits: bool
+) -> None:
+    server.flush()
+    router, token = await start(session_answer_bytes=1 << 20), sampled_apart()
+    client = CLIENTS["OpenCode"]
+    forced = {"logit_bias": {str(token): 100}, "max_tokens": 24, "return_input_ids_in_sglext": True}
+    async with aiohttp.ClientSession() as session:
+
+        async def ask(url: str, name: str, body: Json) -> bytes:
+            headers = {**client.headers, "x-request-id": name}
+            async with session.post(url + client.path, json=body, headers=headers) as answer:
+                assert answer.status == 200, await answer.text()
+                return await answer.read()
+
+        first = client.body(0, [])
+        prompt = orjson.loads(await ask(server.url, "prompt", {**first, **forced}))["sglext"]["input_ids"]
+        server.flush()
+        data = await ask(router.url, "first", {**first, **forced, "stream": stream})
+        assert b"output_ids" not in data
+        text = vocabulary()[0][token] * 24
+        if not stream:
+            assert client.text(orjson.loads(data)) == text
+        second = client.body(1, [text[:-1] if edits else text])
+        answer = orjson.loads(await ask(router.url, "second", {**second, **forced}))
+        ids, generated = answer["sglext"]["input_ids"], [token] * 24
+        assert (ids[: len(prompt) + 24] == prompt + generated) is not edits
+        async with session.get(f"{router.url}/explain/second") as explained:
+            found = await explained.json()
+        assert found["splice"]["outcome"] == ("answer-changed" if edits else "spliced")
+        assert found["prompt"]["tokens"] == len(ids)
+        # The last token that was generated has no KV.
+        reusable = (len(prompt) + 23) // BLOCK * BLOCK
+        assert (found["cached"]["tokens"] >= reusable) is not edits
+        # The answer is the server's own to these tokens.
+        await until(lambda: running([server]) == 0)
+        server.flush()
+        again = await ask(server.url, "again", {**second, **forced, "input_ids": ids})
+        assert client.text(orjson.loads(again)) == client.text(answer)
 
 
 async def test_a_diagnosis_agrees_with_the_server_s_own_count(start: Callable[..., Any]) -> None:

@@ -57,6 +57,14 @@ def cached_details(body: Json, details: Json | None) -> Json:
     return {"sglext": {"cached_tokens_details": details}}
 
 
+def sglext(body: Json, details: Json | None, output: list[int]) -> Json:
+    """The answer's field for all that may be asked for on the side."""
+    found: Json = cached_details(body, details).get("sglext", {})
+    if body.get("return_output_ids_in_sglext"):
+        found = {**found, "output_ids": [output]}
+    return {"sglext": found} if found else {}
+
+
 def error(message: str) -> web.Response:
     """A request that is refused."""
     return web.json_response({"error": {"message": message}}, status=400)

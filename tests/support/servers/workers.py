@@ -131,6 +131,10 @@ class StandInWorker:
         self.refuses_tools = False
         self.skew_tokens = False
         """``/v1/tokenize`` answers with other tokens than those that are served."""
+        self.next_ids: list[list[int]] = []
+        """The ids that the next requests generate, first come, first served; an end of turn is no text."""
+        self.ids_told: list[int] | None = None
+        """Told in the place of the ids that were generated."""
         self.end_details: dict[str, int | str] = {}
         """Fields that answers add about their requests at the end: stages, for example."""
         self.role_refusals: list[str] = []
@@ -208,6 +212,8 @@ class StandInWorker:
         cached = self._cache.holders(space, key).get(self._holder, 0)
         span = min(1000, self.vocab_size)
         output = [self.vocab_size - span + (prompt[-1] + i + 1) % span for i in range(count)]
+        if self.next_ids:
+            output = self.next_ids.pop(0)
         self._cache.insert(space, encode_tokens(array("q", prompt + output[:-1])), self._holder)
         return output, min(cached, len(prompt) - 1)
 
@@ -387,7 +393,7 @@ class StandInWorker:
         }
         kind = "chat.completion" if is_chat else "text_completion"
         base: Json = {"id": "x", "object": kind, "created": 0, "model": body.get("model", "default")}
-        side = dialects.cached_details(body, self.details(cached))
+        side = dialects.sglext(body, self.details(cached), self.ids_told or output)
 
         def choice(content: Json, finish: str | None) -> Json:
             return {"index": 0, **content, "finish_reason": finish}
@@ -466,7 +472,7 @@ class StandInWorker:
         """The text of generated ids."""
         if self.tokenizer is None:
             return "".join(f" {token}" for token in ids)
-        text: str = self.tokenizer.decode(ids)
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
         return text
 
     def __repr__(self) -> str:
