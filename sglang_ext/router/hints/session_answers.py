@@ -148,7 +148,7 @@ class SessionTurn:
         """The request as it is sent."""
 
     def whole(self, body: bytes) -> bytes:
-        """An answer in one piece, as the server gives it to who has not asked for ids."""
+        """An answer in one piece, as the server gives it to clients that did not ask for ids."""
         return without_ids(body) if self._hides else body
 
     def feed(self, chunk: bytes) -> bytes:
@@ -156,7 +156,7 @@ class SessionTurn:
         return self._filter.feed(chunk) if self._hides else chunk
 
     def end(self) -> bytes:
-        """What is held back of a stream, after its last piece."""
+        """The bytes of a stream that are held back, after its last piece."""
         return self._filter.end()
 
     def answered(self, usage: Usage) -> None:

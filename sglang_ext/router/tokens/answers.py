@@ -125,7 +125,7 @@ def kept_answer(turn: Turn, answer: bytes, decode: Callable[[bytes], str]) -> Ke
 
     Args:
         turn: its prompt, as the server had it.
-        answer: the generated tokens, without the one that ended it.
+        answer: the generated tokens, without the token that ended it.
         decode: from tokens to their text, special tokens included.
     """
     # Some tokenizers leave out the blank in front of a text's first token, so it is not decoded alone.

@@ -5,6 +5,7 @@ The requests are written after the public wire formats of the clients.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import shutil
 from collections.abc import AsyncIterator, Callable
@@ -281,50 +282,99 @@ class Dated(ClaudeCode):
         return body
 
 
-@pytest.mark.long
-@pytest.mark.skipif(shutil.which("redis-server") is None, reason="needs redis-server")
-async def test_rules_and_sessions_with_a_pair_behind_two_routers_of_tenants(
-    server: ServerProcess, leak_guard: LeakGuard, tmp_path: Path
-) -> None:
-    """Tenant a's turns find each other through either router; tenant b, for whom the rule is not, sees why
-    its do not."""
-    rules, keys = tmp_path / "rules.toml", tmp_path / "keys.json"
-    rules.write_text(RULES, encoding="utf-8")
+@contextlib.asynccontextmanager
+async def routers_of_tenants(
+    leak_guard: LeakGuard, folder: Path, **options: Any
+) -> AsyncIterator[list[Router]]:
+    """Two routers in one Redis, before a prefill and a decode server. Tenants a and b have the keys
+    ``"a" * 32`` and ``"b" * 32``."""
+    keys = folder / "keys.json"
     keys.write_bytes(orjson.dumps({"keys": [{"key": name * 32, "tenant": name} for name in "ab"]}))
     keys.chmod(0o600)
     spec = ServerSpec(flags=("--radix-cache-backend", "global", "--max-total-tokens", "8192"))
     with RedisServer() as redis, leak_guard.adopting(), pd_servers([spec], [spec]) as (pd, _):
-        urls = tuple(each.url for each in (pd.prefill[0].server, pd.decode[0]))
-        options: dict[str, Any] = {
-            "worker_urls": urls,
+        options |= {
+            "worker_urls": tuple(each.url for each in (pd.prefill[0].server, pd.decode[0])),
             "port": 0,
             "cluster": redis.url,
-            "client_rules": str(rules),
             "api_keys_file": str(keys),
         }
         async with Router(RouterConfig(**options)) as one, Router(RouterConfig(**options)) as two:
             routers = [one, two]
             await until(lambda: all(len(router.members.store.others) == 1 for router in routers), 60)
             await until(lambda: all(router.tokenizers.trust.tools for router in routers), 60)
-            turns = {name: await talk_in_turns(routers, Dated(), name) for name in "ab"}
-        for (_, last), (_, now) in itertools.pairwise(turns["a"]):
-            shared = last["prompt"]["tokens"] // BLOCK * BLOCK
-            assert now["cached"]["tokens"] >= 0.95 * shared > 200
-            assert [each["rule"] for each in now["repairs"]] == ["claude-code-billing", "date-time"]
-            assert now["divergence"] is None
-        for _, now in turns["b"][1:]:
-            assert now["cached"]["tokens"] < 200
-            assert [each["rule"] for each in now["repairs"]] == ["claude-code-billing"]
-        divergence = turns["b"][2][1]["divergence"]
-        assert (divergence["cause"], divergence["rule"]) == ("rule", "date-time")
-        bodies, pins = turns_of(turns["a"]), {}
-        on = [rule for rule in shipped().rules if rule.on or rule.name == "date-time"]
-        for body in bodies:
-            repair(DIALECTS[Dated.path], body, on, lambda rule, at, text: pins.setdefault((rule, at), text))
-            body["model"] = one.fleet.model.model.name
+            yield routers
+
+
+needs_redis = pytest.mark.skipif(shutil.which("redis-server") is None, reason="needs redis-server")
+
+
+@pytest.mark.long
+@needs_redis
+async def test_rules_and_sessions_with_a_pair_behind_two_routers_of_tenants(
+    server: ServerProcess, leak_guard: LeakGuard, tmp_path: Path
+) -> None:
+    """Tenant a's turns find each other through either router; tenant b, for whom the rule is not, sees why
+    its do not."""
+    rules = tmp_path / "rules.toml"
+    rules.write_text(RULES, encoding="utf-8")
+    async with routers_of_tenants(leak_guard, tmp_path, client_rules=str(rules)) as routers:
+        turns = {name: await talk_in_turns(routers, Dated(), name) for name in "ab"}
+        model = routers[0].fleet.model.model.name
+    for (_, last), (_, now) in itertools.pairwise(turns["a"]):
+        shared = last["prompt"]["tokens"] // BLOCK * BLOCK
+        assert now["cached"]["tokens"] >= 0.95 * shared > 200
+        assert [each["rule"] for each in now["repairs"]] == ["claude-code-billing", "date-time"]
+        assert now["divergence"] is None
+    for _, now in turns["b"][1:]:
+        assert now["cached"]["tokens"] < 200
+        assert [each["rule"] for each in now["repairs"]] == ["claude-code-billing"]
+    divergence = turns["b"][2][1]["divergence"]
+    assert (divergence["cause"], divergence["rule"]) == ("rule", "date-time")
+    bodies, pins = turns_of(turns["a"]), {}
+    on = [rule for rule in shipped().rules if rule.on or rule.name == "date-time"]
+    for body in bodies:
+        repair(DIALECTS[Dated.path], body, on, lambda rule, at, text: pins.setdefault((rule, at), text))
+        body["model"] = model
     await until(lambda: running([server]) == 0)
     server.flush()
     assert [text for text, _ in await talk(server.url, Dated(), bodies)] == [text for text, _ in turns["a"]]
+
+
+@pytest.mark.long
+@needs_redis
+async def test_generated_tokens_with_a_pair_behind_two_routers_of_tenants(
+    leak_guard: LeakGuard, tmp_path: Path
+) -> None:
+    """They go into the next turn through the router that passed them on, of the same tenant only."""
+    token = sampled_apart()
+    forced = {"logit_bias": {str(token): 100}, "max_tokens": 24}
+    client, said = CLIENTS["OpenCode"], [vocabulary()[0][token] * 24]
+    async with (
+        routers_of_tenants(leak_guard, tmp_path, session_answer_bytes=1 << 20) as (one, two),
+        aiohttp.ClientSession() as session,
+    ):
+
+        async def explained(router: Router, tenant: str, turn: int) -> Json:
+            name = f"{tenant}-{turn}-{router.url[-5:]}"
+            bearer = {"authorization": "Bearer " + tenant * 32}
+            body = {**client.body(turn, said), **forced}
+            headers = {**client.headers, **bearer, "x-request-id": name}
+            async with session.post(router.url + client.path, json=body, headers=headers) as answer:
+                assert answer.status == 200, await answer.text()
+                assert client.text(await answer.json()) == said[0]
+            async with session.get(f"{router.url}/explain/{name}", headers=bearer) as explanation:
+                return await explanation.json()
+
+        first = await explained(one, "a", 0)
+        assert first["splice"]["outcome"] == "answer-unknown"
+        others = [await explained(two, "a", 1), await explained(one, "b", 1)]
+        assert [each["splice"]["outcome"] for each in others] == ["answer-unknown"] * 2
+        second = await explained(one, "a", 1)
+    assert second["splice"]["outcome"] == "spliced"
+    assert second["prompt"]["tokens"] > others[0]["prompt"]["tokens"]
+    # Prefill has the answer's KV from decode; the last token that was generated has none.
+    assert second["cached"]["tokens"] >= (first["prompt"]["tokens"] + 23) // BLOCK * BLOCK
 
 
 def turns_of(turns: list[tuple[str, Json]]) -> list[Json]:
