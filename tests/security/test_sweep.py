@@ -238,12 +238,13 @@ async def test_names_without_end_are_bounded(
     worker = await start_worker()
     router = await start_router(
         worker, explain_max_bytes=MIB // 8, session_memory_bytes=MIB // 8, hint_bytes=MIB // 8,
-        hints_live=20, hints_per_second=1e6, tree_max_bytes=1 << 23,
+        hints_live=20, hints_per_second=1e6, tree_max_bytes=1 << 23, session_answer_bytes=MIB // 8,
     )  # fmt: skip
     limits = {
         "request-log": MIB // 8, "sessions": MIB // 8, "hints": MIB, "homes": 32 * MIB,
         "documents": 256 * MIB, "deleted-documents": 16 * MIB, "open-sessions": 32 * MIB, "pins": 16 * MIB,
         "diagnoses": MIB // 32, "pauses": 4 * MIB, "paused-sessions": 8 * MIB, "regret": 2 * MIB,
+        "session-answers": MIB // 8,
     }  # fmt: skip
     assert limits.keys() == router.metrics.tables.keys(), "say here how large a new table may be"
     before = resident()
