@@ -54,6 +54,12 @@ def server(get_server: Callable[[ServerSpec], ServerProcess]) -> ServerProcess:
     return get_server(ServerSpec(flags=FLAGS_OF_AGENTS))
 
 
+@pytest.fixture(scope="module")
+def stock(get_server: Callable[[ServerSpec], ServerProcess]) -> ServerProcess:
+    """SGLang with its own cache."""
+    return get_server(ServerSpec(flags=("--max-total-tokens", "32768", *AGENTS)))
+
+
 @pytest.fixture
 async def start(server: ServerProcess) -> AsyncIterator[Callable[..., Any]]:
     async with routers_before(server) as begin:
@@ -136,7 +142,7 @@ async def turns(requests: list[Json], *routers: Router, name: str = "turn") -> l
 async def test_a_recorded_session_finds_what_it_repeats(
     path: Path, start: Callable[..., Any], server: ServerProcess
 ) -> None:
-    """And its answers are those of a stock server's prompt, once repaired."""
+    """And its answers are the server's own to the prompts, once repaired; the long form asks stock SGLang."""
     requests = read(path)
     router = await start()
     found = await turns(copy.deepcopy(requests), router)
@@ -175,7 +181,7 @@ async def answers_alone(server: ServerProcess, requests: list[Json], found: list
 @pytest.mark.long
 @pytest.mark.skipif(shutil.which("redis-server") is None, reason="needs redis-server")
 async def test_recorded_sessions_find_what_they_repeat_at_a_pair_behind_two_routers(
-    server: ServerProcess, leak_guard: LeakGuard
+    stock: ServerProcess, leak_guard: LeakGuard
 ) -> None:
     spec = ServerSpec(flags=FLAGS_OF_AGENTS)
     every = {path: read(path) for path in RECORDED}
@@ -192,7 +198,7 @@ async def test_recorded_sessions_find_what_they_repeat_at_a_pair_behind_two_rout
             model = one.fleet.model.model.name
     for path, requests in every.items():
         reused(path, found[path])
-        await answers_alone(server, requests, found[path], model)
+        await answers_alone(stock, requests, found[path], model)
 
 
 async def test_a_changed_word_is_computed_again(start: Callable[..., Any]) -> None:
