@@ -85,6 +85,7 @@ def namespace_of(folder: Path) -> bytes:
         return decode_run_header(start + file.read(header_bytes_of(start) - len(start))).namespace
 
 
+@pytest.mark.long
 def test_the_first_turn_comes_from_hicache(tmp_path: Path) -> None:
     """The twin: a flipped bit in a page of another prompt changes its answer."""
     rng = random.Random(8)

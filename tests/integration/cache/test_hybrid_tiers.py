@@ -51,7 +51,7 @@ MODELS = {
     "tiny-gdn-tp2": ((*STATES, *TWO_RANKS), "state"),
     "tiny-spark-tp2": ((*WINDOWS, *TWO_RANKS), "window"),
 }
-SHORT = ("tiny-gdn", "tiny-spark")
+SHORT = ("tiny-gdn",)
 RUN = (str(Path(__file__).parents[1] / "servers" / "unfenced_server.py"),)
 
 

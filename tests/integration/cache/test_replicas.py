@@ -247,6 +247,7 @@ async def pushed_out(
     await asyncio.gather(*(push(rank, url) for rank, url in enumerate(replicas.urls)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("damaged", [False, True], ids=["sound", "one wrong bit"])
 async def test_each_replica_loads_from_its_dram(
     replicas: Replicas, router: Router, client: aiohttp.ClientSession, damaged: bool
@@ -280,6 +281,7 @@ async def test_each_replica_loads_from_its_dram(
             assert_same(first, again, atol=1e-4)
 
 
+@pytest.mark.long
 async def test_a_hint_goes_to_the_replica_that_has_the_kv(
     replicas: Replicas, router: Router, client: aiohttp.ClientSession
 ) -> None:
@@ -301,6 +303,7 @@ async def test_a_hint_goes_to_the_replica_that_has_the_kv(
         assert_same(await expected(client, replicas, [*prompt, 7]), answer, atol=1e-4)
 
 
+@pytest.mark.long
 async def test_new_weights_are_a_new_namespace_at_each_replica(
     replicas: Replicas, router: Router, client: aiohttp.ClientSession
 ) -> None:

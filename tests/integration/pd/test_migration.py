@@ -497,7 +497,7 @@ def listens(server: ServerProcess) -> Counter[str]:
     return found
 
 
-@with_servers("decode")
+@with_servers()
 async def test_a_server_that_changes_its_role_keeps_its_cache(router: Router, fleet: Fleet) -> None:
     if fleet.kind in ("decode-push-by-layer", "decode-tp2"):
         pytest.skip("its servers do not change their roles: layers are watched, or prefill has one rank")

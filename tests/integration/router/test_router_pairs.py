@@ -584,6 +584,7 @@ async def hinted_turn(
     return turn, answer
 
 
+@pytest.mark.long
 async def test_a_hint_brings_kv_up_at_both_ends_and_changes_no_answer(
     port: int,
     cluster: tuple[PdServers, ServerProcess],
