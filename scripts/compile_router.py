@@ -31,12 +31,12 @@ ROUTER = (
     "policies/holdings", "policies/options", "policies/prompt_tree", "policies/search", "policies/spans",
     "dispatch/choosing", "dispatch/flight", "dispatch/forwarding", "dispatch/queueing", "dispatch/relaying",
     "dispatch/suspects", "placing/costs", "placing/fetching", "placing/outlook", "placing/placing",
-    "placing/queue_estimate", "fleet/fleet", "fleet/instance_record", "fleet/standing",
-    "telemetry/local_metrics", "telemetry/observability", "telemetry/record", "tenancy/admit",
-    "tenancy/bounded", "tenancy/budgets", "tenancy/rate", "tenancy/request_fields", "api/generate",
-    "api/prompts", "api/sse", "api/usage", "api/validation", "tokens/prompt_tokenizer", "tokens/segments",
-    "tokens/tokenizing", "endpoints/charges", "endpoints/generation", "endpoints/retry_budget",
-    "endpoints/routes", "app/service",
+    "placing/queue_estimate", "placing/rows", "placing/transfer_times", "fleet/fleet",
+    "fleet/instance_record", "fleet/standing", "telemetry/local_metrics", "telemetry/observability",
+    "telemetry/record", "tenancy/admit", "tenancy/bounded", "tenancy/budgets", "tenancy/rate",
+    "tenancy/request_fields", "api/generate", "api/prompts", "api/sse", "api/usage", "api/validation",
+    "tokens/prompt_tokenizer", "tokens/segments", "tokens/tokenizing", "endpoints/charges",
+    "endpoints/generation", "endpoints/retry_budget", "endpoints/routes", "app/service",
 )  # fmt: skip
 MODULES = (
     "cost_model/model", "cost_model/passes", "cost_model/sums", "radix_global/edges", "radix_global/eviction",

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Container, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
@@ -85,6 +85,14 @@ class _Known:
         """Whether the replica distinguishes the tenant's prompts from those of other tenants."""
         return isinstance(self.replica, Replica) or (tenant[0] is None and tenant[1] not in self.mixed)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is not ``_RoleTree.odd``."""
+        replica = self.replica
+        return (
+            isinstance(replica, Replica) and self.alive and replica.state is State.LIVE and not replica.named
+        )
+
 
 class _RoleTree:
     """The tree of the instances of one role, and the holders to be removed from it."""
@@ -94,8 +102,36 @@ class _RoleTree:
         self.size = TreeSize(self.tree)
         self.dead: deque[Holder] = deque()
         self.live: dict[Holder, _Known] = {}
+        self.odd: set[Holder] = set()
+        """Holders in the tree that are not as almost all are: alive, their reports complete and up to date,
+        and nothing named below memory. A popular beginning has up to a thousand holders that are."""
         self.name_tellers: dict[Holder, _Known] = {}
         """Instances that report names of blocks below memory; may include former ones."""
+
+    def drop(self, holder: Holder) -> None:
+        """A holder does not stand for an instance any more, and has nothing in the tree."""
+        self.live.pop(holder, None)
+        self.name_tellers.pop(holder, None)
+        self.odd.discard(holder)
+
+    def abandon(self, holder: Holder) -> None:
+        """A holder does not stand for an instance any more; it is to be removed from the tree."""
+        self.drop(holder)
+        self.odd.add(holder)
+        self.dead.append(holder)
+
+    def note(self, known: _Known) -> None:
+        """An instance has changed."""
+        replica = known.replica
+        holder = replica.holder
+        if replica.named:
+            self.name_tellers[holder] = known
+        else:
+            self.name_tellers.pop(holder, None)
+        if known.is_plain:
+            self.odd.discard(holder)
+        else:
+            self.odd.add(holder)
 
 
 class Index(PromptTrees):
@@ -172,16 +208,12 @@ class Index(PromptTrees):
         self.detach(name)
         place = self._trees[role]
 
-        def abandon(holder: Holder) -> None:
-            place.live.pop(holder, None)
-            place.name_tellers.pop(holder, None)
-            place.dead.append(holder)
-
         def left(node: Node, blocks: int, left: int, kept: int) -> None:
             self._past.left(name, self._clock.wall(), node, blocks, left, kept)
 
-        replica = kind(place.tree, name, serial=self._numbers, abandon=abandon, left=left)
-        self._known[name] = _Known(replica, role)
+        replica = kind(place.tree, name, serial=self._numbers, abandon=place.abandon, left=left)
+        self._known[name] = known = _Known(replica, role)
+        place.note(known)
         if isinstance(replica, StockReplica):
             self._stock.add(name)
         self._dirty.add(name)
@@ -220,8 +252,7 @@ class Index(PromptTrees):
         if known is not None:
             self._replica_bytes -= known.size_bytes
             known.replica.forget()
-            self._trees[known.role].live.pop(known.replica.holder, None)
-            self._trees[known.role].name_tellers.pop(known.replica.holder, None)
+            self._trees[known.role].drop(known.replica.holder)
 
     def replica(self, name: str) -> Replica | None:
         """The replica of an instance's agent; ``None`` without an agent."""
@@ -255,11 +286,7 @@ class Index(PromptTrees):
         before, known.size_bytes = known.size_bytes, known.replica.size_bytes
         self._replica_bytes += known.size_bytes - before
         self._dirty.add(name)
-        tellers = self._trees[known.role].name_tellers
-        if known.replica.named:
-            tellers[known.replica.holder] = known
-        else:
-            tellers.pop(known.replica.holder, None)
+        self._trees[known.role].note(known)
 
     def apply(self, name: str, message: IndexMessage) -> Outcome:
         """Apply an agent's message about placements."""
@@ -301,7 +328,9 @@ class Index(PromptTrees):
     def on_heartbeat(self, name: str, *, alive: bool) -> None:
         """Record whether the agent of an instance is alive."""
         if (known := self._known.get(name)) is not None:
-            known.alive = alive
+            if known.alive != alive:
+                known.alive = alive
+                self._trees[known.role].note(known)
             self._dirty.add(name)
 
     def holdings_of(self, name: str) -> tuple[int, bool, bool]:
@@ -362,18 +391,13 @@ class Index(PromptTrees):
     def match(self, namespace: Hashable, key: bytes) -> dict[str, Match]:
         """Each instance's match with ``key``; instances without a match, or with stale replicas, are left
         out."""
-        believed = super().match(namespace, key)
-        if not self._known or self.mode == "approximate" or (tenant := tenant_of(namespace)) is None:
-            return believed
         found: dict[str, Match] = {}
-        names: dict[Naming, list[bytes]] = {}
-        for place in self._trees.values():
-            if place.live:
-                self._match_in(place, tenant, key, names, found)
-        for name, guess in believed.items():
-            known = found.get(name)
-            if known is None or guess.tokens > known.tokens:
-                found[name] = guess
+        if self._known and self.mode != "approximate" and (tenant := tenant_of(namespace)) is not None:
+            names: dict[Naming, list[bytes]] = {}
+            for place in self._trees.values():
+                if place.live:
+                    self._match_in(place, tenant, key, names, found)
+        self._add_inferred(namespace, key, found)
         return found
 
     def _match_in(
@@ -404,6 +428,11 @@ class Index(PromptTrees):
             blocks, node = path[end] if end >= 0 else (0, tree.root)
             further = None if blocks == whole else _further(path, end, holders)
             alike: dict[bool, Match] = {}
+            if end >= 0 and not self._stock:  # whose copies change their holders by themselves
+                inside = Match(blocks * size, False)
+                ended = inside if further is None and blocks < whole else Match(blocks * size, True)
+                alike = {False: inside, ended.own: ended}
+                holders = _match_plain(node, holders, place.odd, further or (), (inside, ended), found)
             for holder in holders:
                 known = live.get(holder)
                 if known is None or not self._tells_truth(known) or not known.covers(tenant):
@@ -525,7 +554,9 @@ class Index(PromptTrees):
         more = super().tidy()
         for place in self._trees.values():
             if place.dead and not place.tree.evict(place.dead[0], SLICE_BLOCKS):
-                place.tree.drop_holder(place.dead.popleft())
+                holder = place.dead.popleft()
+                place.tree.drop_holder(holder)
+                place.odd.discard(holder)
             more = more or bool(place.dead)
         return more
 
@@ -568,6 +599,10 @@ class Index(PromptTrees):
         for place in self._trees.values():
             place.tree.check()
             place.size.check()
+            held = {holder for node in place.tree.nodes() for holder in node.placements}
+            odd = held - {holder for holder, known in place.live.items() if known.is_plain}
+            if odd != held & place.odd and not self._stock:
+                raise AssertionError(f"{held & place.odd} are odd, instead of {odd}")
         for name, known in self._known.items():
             known.replica.check()
             place = self._trees[known.role]
@@ -577,6 +612,43 @@ class Index(PromptTrees):
                 raise AssertionError(f"{name} takes {known.replica.size_bytes} bytes, not {known.size_bytes}")
         if self._replica_bytes != sum(known.size_bytes for known in self._known.values()):
             raise AssertionError(f"all copies do not take {self._replica_bytes} bytes")
+
+
+def _match_plain(
+    node: Node,
+    holders: Sequence[Holder],
+    odd: set[Holder],
+    further: Container[Holder],
+    matches: tuple[Match, Match],
+    found: dict[str, Match],
+) -> list[Holder]:
+    """Add to ``found`` the holders of a node that have all of it in HBM and are not odd.
+
+    Args:
+        further: holders with a continuation.
+        matches: of holders in ``further``, and of all others.
+
+    Returns:
+        The other holders.
+    """
+    others: list[Holder] = []
+    hbm, ended = Tier.HBM.bit, matches[1]
+    placements = node.placements
+    piece: Piece | None
+    if len(holders) == len(placements) and not further:
+        for holder, piece in placements.items():
+            if piece is not None and piece.run.tiers & hbm and holder not in odd:
+                found[holder.instance] = ended
+            else:
+                others.append(holder)
+        return others
+    for holder in holders:
+        piece = placements[holder]
+        if piece is not None and piece.run.tiers & hbm and holder not in odd:
+            found[holder.instance] = matches[0] if holder in further else ended
+        else:
+            others.append(holder)
+    return others
 
 
 def tenant_of(namespace: Any) -> Tenant | None:

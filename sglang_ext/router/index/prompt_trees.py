@@ -89,11 +89,15 @@ class PromptTrees:
         """(instance, whether guesses) -> the generation that takes new entries."""
         self._live: dict[Holder, _Generation] = {}
         """Generations that are matched, in the order in which they were opened."""
+        self._ageing: tuple[deque[_Generation], deque[_Generation]] = (deque(), deque())
+        """Confirmed ones and guesses, each in the order in which they expire; killed ones among them."""
         self._dead: deque[Holder] = deque()
         """Holders whose entries are still to be removed from the tree."""
         self._counted: dict[Holder, str] = {}
         """Holder -> instance, of generations that are live, or have expired and are still in the tree, except
         generations of forgotten instances."""
+        self._holders: dict[str, dict[Holder, None]] = {}
+        """The holders of ``_counted``, by instance."""
         self._blocks: dict[str, int] = {}
         """Instance -> different blocks that its counted generations hold."""
         self._dirty: set[str] = set()
@@ -137,7 +141,7 @@ class PromptTrees:
         for generation in list(self._live.values()):
             if generation.instance == instance:
                 self._kill(generation)
-        for holder in [holder for holder, name in self._counted.items() if name == instance]:
+        for holder in self._holders.pop(instance, {}):
             del self._counted[holder]
         self._blocks.pop(instance, None)
         self._dirty.add(instance)
@@ -151,11 +155,16 @@ class PromptTrees:
 
     def match(self, namespace: Hashable, key: bytes) -> dict[str, Match]:
         """Each instance's inferred match with ``key``; instances without a match are left out."""
+        found: dict[str, Match] = {}
+        self._add_inferred(namespace, key, found)
+        return found
+
+    def _add_inferred(self, namespace: Hashable, key: bytes, found: dict[str, Match]) -> None:
+        """Add inferred matches to those found, in the place of shorter ones."""
         self._expire()
         path = self._tree.match(namespace, key)
         live, size = self._live, self._tree.block_size
         whole = len(key) // (size * TOKEN_BYTES)
-        found: dict[str, Match] = {}
         blocks, deeper = path.blocks, 0
         for node in reversed(path.path):
             # A holder of a node holds all nodes before it. So if this node has no more holders than the
@@ -164,21 +173,27 @@ class PromptTrees:
                 deeper = len(node.placements)
                 further: set[str] | None = None
                 match = NOTHING
+                tokens = blocks * size
+                seen, longer = NOTHING, True
                 for holder in node.placements:
-                    generation = live.get(holder)
-                    if generation is None or generation.instance in found:
+                    name = holder.instance
+                    known = found.get(name)
+                    if known is not None:
+                        if known is not seen:  # instances that hold the same part share one object
+                            seen, longer = known, tokens > known.tokens
+                        if not longer:
+                            continue
+                    if holder not in live:
                         continue
-                    name = generation.instance
                     own = blocks == whole
                     if not own and len(node.children) <= MANY_CHILDREN:
                         if further is None:
                             further = self._further(node)
                         own = name not in further
                     if match is NOTHING or match.own is not own:
-                        match = Match(blocks * size, own)
+                        match = Match(tokens, own)
                     found[name] = match
             blocks -= node.blocks
-        return found
 
     def _further(self, node: Node) -> set[str]:
         """Instances that hold a continuation of ``node``."""
@@ -226,7 +241,8 @@ class PromptTrees:
         self._expire()
         if self._dead and not self._evict(self._dead[0], SLICE_BLOCKS):
             holder = self._dead.popleft()
-            self._counted.pop(holder, None)
+            if (instance := self._counted.pop(holder, None)) is not None:
+                del self._holders[instance][holder]
             self._tree.drop_holder(holder)
         return bool(self._dead)
 
@@ -258,7 +274,9 @@ class PromptTrees:
 
     def _held_otherwise(self, node: Node, instance: str, holder: Holder) -> bool:
         """Whether another counted generation of ``instance`` holds ``node``."""
-        return any(other is not holder and self._counted.get(other) == instance for other in node.placements)
+        placements = node.placements  # of a popular beginning, there are far more than one instance has
+        counted = self._holders.get(instance, {})
+        return any([other in placements for other in counted if other is not holder])
 
     def _evict(self, holder: Holder, blocks: int) -> int:
         taken = 0
@@ -285,7 +303,9 @@ class PromptTrees:
         current = _Generation(holder, instance, now + span, now + span + ttl, is_guess)
         self._open[instance, is_guess] = current
         self._live[holder] = current
+        self._ageing[is_guess].append(current)
         self._counted[holder] = instance
+        self._holders.setdefault(instance, {})[holder] = None
         self._next_expiry = min(self._next_expiry, current.expires)
         return holder
 
@@ -294,9 +314,14 @@ class PromptTrees:
         now = self._clock.monotonic()
         if now < self._next_expiry:
             return now
-        for generation in [g for g in self._live.values() if g.expires <= now]:
-            self._kill(generation)
-        self._next_expiry = min((g.expires for g in self._live.values()), default=math.inf)
+        self._next_expiry = math.inf
+        for ageing in self._ageing:
+            while ageing and (ageing[0].expires <= now or ageing[0].holder not in self._live):
+                generation = ageing.popleft()
+                if generation.holder in self._live:
+                    self._kill(generation)
+            if ageing:
+                self._next_expiry = min(self._next_expiry, ageing[0].expires)
         return now
 
     def _kill(self, generation: _Generation) -> None:
@@ -337,6 +362,8 @@ class PromptTrees:
                 counted[instance] = counted.get(instance, 0) + node.blocks
         if counted != {instance: blocks for instance, blocks in self._blocks.items() if blocks}:
             raise InternalError(f"instances have {counted} blocks, {self._blocks} were kept")
+        if {holder: name for name, each in self._holders.items() for holder in each} != self._counted:
+            raise InternalError("the holders of an instance are not those that are counted")
         if set(self._live) - set(self._counted):
             raise InternalError("a generation is matched and not counted")
         if set(self._open.values()) - set(self._live.values()):

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
@@ -26,24 +27,9 @@ import numpy as np
 
 from sglang_ext.cost_model import Batching, CostModel, Passes
 from sglang_ext.protocol.agent import Load
-from sglang_ext.router.placing.outlook import RouterOutlook
+from sglang_ext.router.placing.outlook import RouterOutlook, Steps
 from sglang_ext.router.placing.queue_estimate import Entry, QueueEstimate
-from sglang_ext.router.placing.rows import (
-    BEGAN,
-    COUNT,
-    DISK,
-    EXPECTED,
-    FETCH,
-    GROUP,
-    LINE,
-    LINED,
-    MORE,
-    OBSERVED,
-    OTHERS,
-    REPORTED,
-    RUNNING,
-    Rows,
-)
+from sglang_ext.router.placing.rows import DISK, EXPECTED, FETCH, OBSERVED, Rows
 from sglang_ext.router.placing.transfer_times import TransferTimes
 from sglang_ext.router.policies.base import Fleet, Instance, Role, WholeFleet
 from sglang_ext.router.policies.fleet_queries import counts_of
@@ -62,6 +48,8 @@ FADING = 0.98
 requests, so it could never show that it is not."""
 CHANCE = math.log(1.2)
 """A smaller difference from the fleet's factor counts as chance."""
+COUNTS = 1.2 * (1 - 1e-9)
+"""A quotient that does not count for certain, with a margin for rounding."""
 OUTLIER = 8.0
 """An answer counts as at most this many times its expected time."""
 REPORT_S = 5.0
@@ -220,8 +208,13 @@ class RouterCosts:
         """Instances whose row is to be entered anew, in the order in which they changed."""
         self._ends: list[tuple[float, str]] = []
         """Heap of the moments at which a row changes by itself."""
+        self._reported: deque[tuple[float, str]] = deque()
+        """When load reports came, oldest first: a row changes when its report gets too old."""
         self._factors: Numbers | None = None
         """``factor`` of each row, until the next answer."""
+        self._even: float | None = None
+        """It, where it is the same in all of ``_factors``; None if it differs."""
+        self._steps = Steps(model, MOST_OTHERS)
         self._queues: dict[str, QueueEstimate] = {}
         self._empty: dict[str, tuple[CostModel, Batching, Passes]] = {}
         """Passes without a prompt, by instance, unless they depend on its running requests."""
@@ -232,6 +225,7 @@ class RouterCosts:
     def use(self, model: CostModel) -> None:
         """Replace the model and drop all corrections of the former one."""
         self.model = model
+        self._steps = Steps(model, self._steps.most)
         self._fleet = Correction()
         self._rows.table[OBSERVED : EXPECTED + 1] = 0.0
         self._factors = None
@@ -360,6 +354,8 @@ class RouterCosts:
             others = others.adding(max(1, more // prompts), 0)
         running = load.running - self._known_running(name, in_flight)
         self._reports[name] = LoadReport(now, load, running, others.seconds)
+        self._reported.append((now, name))
+        self._outdate(now)
         if name in self._rows.places:
             self._enter(name, now)
 
@@ -390,12 +386,26 @@ class RouterCosts:
         ends = self._ends
         while ends and ends[0][0] <= now:
             self._dirty[heapq.heappop(ends)[1]] = None
+        self._outdate(now)
         for name in list(self._dirty):
             self._enter(name, now)
         self._dirty.clear()
         chosen = slice(len(fleet)) if whole else np.array(columns)
         factor, in_flight = self._all_factors()[chosen], counts_of(fleet)[0]
-        return RouterOutlook(self.model, rows, rows.table[:, chosen], factor, in_flight, now, REPORT_S)
+        table, counts = rows.table[:, chosen], rows.counts[:, chosen]
+        found = RouterOutlook(self._steps, rows, table, counts, factor, self._even, in_flight, now)
+        found.even_disks, found.even_fetches = not self._disks, not self._transfers
+        self._steps = found.steps
+        return found
+
+    def _outdate(self, now: float) -> None:
+        """Mark the instances whose load reports have got too old."""
+        reported = self._reported
+        while reported and now - reported[0][0] >= REPORT_S:
+            at, name = reported.popleft()
+            known = self._reports.get(name)
+            if known is not None and known.at == at:
+                self.changed(name)
 
     def changed(self, name: str) -> None:
         """Something about an instance is not as its row has it."""
@@ -419,15 +429,14 @@ class RouterCosts:
         rows.set_kind(place, batching, self._shares_kv(name))
         if queue is not None:
             standing = queue.standing(now)
-            table[BEGAN, place], table[GROUP, place] = standing.began, standing.group_s
-            table[LINE, place], table[LINED, place] = standing.line_s or 0.0, standing.line_s is not None
-            table[COUNT, place] = standing.waiting
+            rows.set_queue(place, standing.began, standing.group_s, standing.line_s, standing.waiting)
             if standing.ends is not None:
                 heapq.heappush(self._ends, (standing.ends, name))
-        if report is not None:
-            table[REPORTED, place], table[OTHERS, place] = report.at, report.queue_s
-            table[MORE, place] = report.running
-            table[RUNNING, place] = report.load.running if batching.mixed else 0
+        if report is None:
+            rows.set_report(place, -math.inf, 0.0, 0, 0)
+        else:
+            running = report.load.running if batching.mixed else 0
+            rows.set_report(place, report.at, report.queue_s, report.running, running)
         for row, times in ((FETCH, self._transfers), (DISK, self._disks)):
             observed = times.observed(name)
             if observed is not None:
@@ -503,6 +512,8 @@ class RouterCosts:
         found = self._factors
         if found is None:
             found = self._factors = self._corrected()
+            first = float(found[0])
+            self._even = first if first == found[found.argmax()] == found[found.argmin()] else None
         return found
 
     def _corrected(self) -> Numbers:
@@ -512,7 +523,10 @@ class RouterCosts:
         prior_s = self._fleet.expected_s * (1 - REMEMBERED) * PRIOR_ANSWERS
         if prior_s <= 0:
             return np.full(table.shape[1], fleet)
-        own = (table[OBSERVED] + fleet * prior_s) / (table[EXPECTED] + prior_s)
+        own = table[OBSERVED] + fleet * prior_s
+        own /= table[EXPECTED] + prior_s
+        if own[own.argmax()] < fleet * COUNTS and own[own.argmin()] * COUNTS > fleet:
+            return np.full(table.shape[1], fleet)
         apart = np.log(np.clip(own, 1 / bound, bound) / fleet)
         counts = np.copysign(np.maximum(np.abs(apart) - CHANCE, 0), apart)
         corrected: Numbers = np.clip(fleet * np.exp(counts), 1 / bound, bound)

@@ -24,61 +24,94 @@ from sglang_ext.router.placing.transfer_times import factors
 from sglang_ext.router.policies.outlook import Numbers, Outlook
 from sglang_ext.tiers import Tier
 
+# A Python number beside an array would be converted anew for each operation.
+_NONE: Numbers = np.zeros((), np.int64)
+_NO_S: Numbers = np.zeros(())
+
+
+class Steps:
+    """Times of decode steps by the number of running requests, kept for one model.
+
+    Args:
+        most: largest number of requests.
+    """
+
+    def __init__(self, model: CostModel, most: int) -> None:
+        self.model, self.most = model, most
+        step_s = model.decode_s(0)
+        self.per_request_s = model.decode_s(1) - step_s
+        self.fixed_s: Numbers = np.full(most + 1, step_s)
+        self.fixed_s[0] = 0.0
+        self.added_s: Numbers = np.arange(most + 1) * self.per_request_s
+        self.all_s: Numbers = self.fixed_s + self.added_s
+
 
 class RouterOutlook(Outlook):
     """The terms at the instances of a fleet, at one moment.
 
     Args:
         table: the columns of the fleet's instances.
+        counts: the same of ``Rows.counts``.
+        steps: of the model, up to any number of requests that was seen before.
         factor: correction of each one's computing times.
+        even: see ``Outlook``.
         in_flight: requests in flight at each.
         now: seconds.
-        report_s: lifetime of a load report.
     """
 
     def __init__(
         self,
-        model: CostModel,
+        steps: Steps,
         rows: Rows,
         table: Numbers,
+        counts: Numbers,
         factor: Numbers,
+        even: float | None,
         in_flight: Numbers,
         now: float,
-        report_s: float,
     ) -> None:
-        self._model, self._rows, self._table, self._now = model, rows, table, now
-        self.factor = factor
+        self._model, self._rows, self._table, self._now = steps.model, rows, table, now
+        self.factor, self.even = factor, even
         self.kinds = rows.kinds
         self.kind = table[KIND]
-        # Most of the time of a decision goes here: so few arrays are made, and terms of zero are left out.
-        self.waiting = table[LINED] > 0 if np.count_nonzero(table[LINED]) else None
-        step_s = model.decode_s(0)
-        per_request_s = model.decode_s(1) - step_s
-        more, others = np.count_nonzero(table[MORE]), np.count_nonzero(table[OTHERS])
+        # Much of the time of a decision goes here: so few arrays are made, and terms of zero are left out.
+        self.waiting = table[LINED] > _NO_S if rows.lined else None
         mixed = any([rows.batchings[kind].mixed for kind in self.kinds])
-        if more or others or mixed:
-            age = now - table[REPORTED]
-            fresh = age < report_s
-        running = in_flight - table[COUNT]
-        np.maximum(running, 0, out=running)
-        if more:
-            running += table[MORE] * fresh
-            np.maximum(running, 0, out=running)
-        seconds = factor * table[GROUP]
-        seconds += table[BEGAN]
-        seconds -= now
-        np.maximum(seconds, 0, out=seconds)
-        if self.waiting is not None:
-            seconds += factor * table[LINE]
-        if others:
-            seconds += np.where(fresh, np.maximum(factor * table[OTHERS] - age, 0), 0)
-        seconds += (running > 0) * step_s
-        running *= per_request_s
-        seconds += running
-        self.queue_s = seconds
-        self.steps_s = per_request_s * np.where(fresh, table[RUNNING], 0) if mixed else None
+        running = np.subtract(in_flight, counts[COUNT])
+        np.maximum(running, _NONE, out=running)
+        if rows.more:
+            running += counts[MORE]
+            np.maximum(running, _NONE, out=running)
+        most = int(running[running.argmax()])
+        self.steps = steps = steps if most <= steps.most else Steps(steps.model, 2 * most)
+        self.queue_s = self._queue_s(running if most else None)
+        self.steps_s = steps.per_request_s * table[RUNNING] if mixed else None
+        self.even_disks = self.even_fetches = False
         self._disk_factor: Numbers | None = None
         self._fetch_factor: Numbers | None = None
+
+    def _queue_s(self, running: Numbers | None) -> Numbers:
+        """``queue_s``. running: requests that each instance generates for; None if there are none."""
+        table, rows, steps = self._table, self._rows, self.steps
+        seconds: Numbers
+        if not (rows.grouped or rows.lined or rows.others):
+            seconds = np.zeros(table.shape[1]) if running is None else steps.all_s.take(running)
+            return seconds
+        factor = self.factor if self.even is None else self.even
+        seconds = table[GROUP] * factor
+        seconds += table[BEGAN]
+        seconds -= self._now
+        np.maximum(seconds, _NO_S, out=seconds)
+        if rows.lined:
+            seconds += table[LINE] * factor
+        if rows.others:
+            left_s = table[OTHERS] * factor
+            left_s -= self._now - table[REPORTED]
+            seconds += np.maximum(left_s, _NO_S, out=left_s)
+        if running is not None:
+            seconds += steps.fixed_s.take(running)
+            seconds += steps.added_s.take(running)
+        return seconds
 
     @property
     def disk_factor(self) -> Numbers:
@@ -118,3 +151,9 @@ class RouterOutlook(Outlook):
             return np.ones(len(sources), bool)
         alike: Numbers = np.array(sharing)[self.kind[sources].astype(np.int64)] == number
         return alike
+
+    def reachable(self, kind: int, sources: Numbers) -> Numbers:
+        if len(self.kinds) == 1 and self._rows.sharing[kind] >= 0:
+            return sources
+        found: Numbers = sources[self.can_fetch(kind, sources)]
+        return found

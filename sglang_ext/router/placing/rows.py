@@ -27,29 +27,30 @@ LINE: Final = 2
 """Expected time of the prompts behind it, uncorrected."""
 LINED: Final = 3
 """1 if there are any."""
-COUNT: Final = 4
-"""This router's prompts that are not computed yet."""
-REPORTED: Final = 5
+REPORTED: Final = 4
 """When the last load report came; -inf without one."""
-OTHERS: Final = 6
-"""Computing time of other routers' prompts by this report, uncorrected."""
-MORE: Final = 7
-"""Requests that it generated for beyond this router's own, by this report."""
-RUNNING: Final = 8
+OTHERS: Final = 5
+"""Computing time of other routers' prompts by this report, uncorrected; 0 once the report is too old."""
+RUNNING: Final = 6
 """Requests that it generated for, by this report; 0 unless a pass takes their steps along."""
-OBSERVED: Final = 9
+OBSERVED: Final = 7
 """Observed computing time; see ``Correction``."""
-EXPECTED: Final = 10
+EXPECTED: Final = 8
 """Expected computing time."""
-FETCH: Final = 11
+FETCH: Final = 9
 """Three rows of ``TransferTimes``: of fetches from the instance,"""
-DISK: Final = 14
+DISK: Final = 12
 """and of loads from its disk."""
-KIND: Final = 17
+KIND: Final = 15
 """Number of its kind."""
-FIELDS: Final = 18
+FIELDS: Final = 16
 
-_EMPTY: Final = np.zeros((FIELDS, 1))
+COUNT: Final = 0
+"""Row of ``Rows.counts``: this router's prompts that are not computed yet."""
+MORE: Final = 1
+"""Row of ``Rows.counts``: requests that an instance generated for beyond this router's own, by its report."""
+
+_EMPTY: Final[Numbers] = np.zeros((FIELDS, 1))
 _EMPTY[BEGAN] = _EMPTY[REPORTED] = _EMPTY[FETCH] = _EMPTY[DISK] = -math.inf
 _EMPTY[KIND] = -1
 
@@ -61,6 +62,9 @@ class Rows:
         self.places: dict[str, int] = {}
         """Column of each instance, by name."""
         self._table: Numbers = np.repeat(_EMPTY, ROOM, axis=1)
+        self._counts: Numbers = np.zeros((2, ROOM), np.int64)
+        self.grouped = self.lined = self.others = self.more = 0
+        """Instances with a group, with a line, with prompts of other routers, with requests beyond ours."""
         self._free: list[int] = []
         """Columns between others that no instance has."""
         self.order: Mapping[str, int] | None = None
@@ -80,6 +84,11 @@ class Rows:
         return self._table
 
     @property
+    def counts(self) -> Numbers:
+        """Shape (2, columns), integers: ``COUNT`` and ``MORE`` of each instance."""
+        return self._counts
+
+    @property
     def kinds(self) -> list[int]:
         """The kinds that instances have."""
         return [kind for kind in range(len(self._members)) if self._members[kind]]
@@ -92,6 +101,8 @@ class Rows:
             self.places[name] = found
             if found >= self._table.shape[1]:
                 self._table = np.concatenate([self._table, np.repeat(_EMPTY, found + ROOM, axis=1)], axis=1)
+                zeros: Numbers = np.zeros((2, found + ROOM), np.int64)
+                self._counts = np.concatenate([self._counts, zeros], axis=1)
         return found
 
     def arrange(self, order: Mapping[str, int]) -> list[str]:
@@ -102,8 +113,10 @@ class Rows:
         others = [name for name in self.places if name not in order]
         names = [*sorted(order, key=order.__getitem__), *others]
         columns = [self.places[name] for name in names]
-        unused = np.repeat(_EMPTY, self._table.shape[1] - len(names), axis=1)
+        unused: Numbers = np.repeat(_EMPTY, self._table.shape[1] - len(names), axis=1)
         self._table = np.concatenate([self._table[:, columns], unused], axis=1)
+        zeros: Numbers = np.zeros((2, unused.shape[1]), np.int64)
+        self._counts = np.concatenate([self._counts[:, columns], zeros], axis=1)
         self.places = {name: place for place, name in enumerate(names)}
         self._free.clear()
         self.order = order
@@ -126,10 +139,29 @@ class Rows:
             self._members[kind] += 1
             self._table[KIND, place] = kind
 
+    def set_queue(self, place: int, began: float, group_s: float, line_s: float | None, count: int) -> None:
+        """Enter the prompts of an instance; for the values see ``queue_estimate.Standing``."""
+        table = self._table
+        self.grouped += (began > -math.inf) - (float(table[BEGAN, place]) > -math.inf)
+        self.lined += (line_s is not None) - (float(table[LINED, place]) > 0.0)
+        table[BEGAN, place], table[GROUP, place] = began, group_s
+        table[LINE, place], table[LINED, place] = line_s or 0.0, line_s is not None
+        self._counts[COUNT, place] = count
+
+    def set_report(self, place: int, at: float, others_s: float, more: int, running: int) -> None:
+        """Enter the load report of an instance; zeros once it is too old."""
+        table = self._table
+        self.others += (others_s != 0.0) - (float(table[OTHERS, place]) != 0.0)
+        self.more += (more != 0) - (int(self._counts[MORE, place]) != 0)
+        table[REPORTED, place], table[OTHERS, place], table[RUNNING, place] = at, others_s, running
+        self._counts[MORE, place] = more
+
     def drop(self, name: str) -> None:
         """Forget all about an instance."""
         place = self.places.pop(name, None)
         if place is not None:
+            self.set_queue(place, -math.inf, 0.0, None, 0)
+            self.set_report(place, -math.inf, 0.0, 0, 0)
             kind = int(self._table[KIND, place])
             if kind >= 0:
                 self._members[kind] -= 1

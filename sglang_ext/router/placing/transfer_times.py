@@ -70,6 +70,10 @@ class TransferTimes:
         found = self._observed.get(source)
         return None if found is None else (found.at, found.took_s, found.expected_s)
 
+    def __bool__(self) -> bool:
+        """Whether any source was observed."""
+        return bool(self._observed)
+
     def forget(self, source: str) -> None:
         """It was started anew, or is gone."""
         self._observed.pop(source, None)

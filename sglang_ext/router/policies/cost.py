@@ -109,7 +109,7 @@ def cost(prompt: Prompt, fleet: Fleet, matches: Matches, costs: Costs, options: 
         fetch = () if plan is None else fetches_of(plan)
         return Decision(
             chosen.name,
-            Reason.FETCH if fetch else _reason(place, prompt, candidates, search, options),
+            Reason.FETCH if fetch else _reason(known.get(chosen.name, NOTHING), candidates, search, options),
             known.get(chosen.name, NOTHING).tokens,
             Scores(fleet, search.seconds),
             decode,
@@ -118,8 +118,8 @@ def cost(prompt: Prompt, fleet: Fleet, matches: Matches, costs: Costs, options: 
         )
 
 
-def _reason(place: int, prompt: Prompt, candidates: Fleet, search: Search, options: PolicyOptions) -> Reason:
-    """Why the instance at ``place`` was chosen, if it fetches nothing."""
+def _reason(chosen: Match, candidates: Fleet, search: Search, options: PolicyOptions) -> Reason:
+    """Why the instance that holds ``chosen`` was chosen, if it fetches nothing."""
     longest, can_begin = 0, search.can_begin
     held: list[tuple[Match, Numbers]] = []
     for group in search.groups:
@@ -134,8 +134,9 @@ def _reason(place: int, prompt: Prompt, candidates: Fleet, search: Search, optio
     strangers = longest <= options.tie_tokens  # instances without a match are near, too
     if strangers:
         count += len(candidates) - sum([len(places) for _, places in held])
-    if any([place in places for _, places in near]) or (
-        strangers and not any([place in places for _, places in held])
+    # All holders of a group have its match object.
+    if any([match is chosen for match, _ in near]) or (
+        strangers and not any([match is chosen for match, _ in held])
     ):
         return Reason.PREFIX if count == 1 else Reason.PREFIX_SHARED
     if strangers and count > sum([len(places) for _, places in near]):

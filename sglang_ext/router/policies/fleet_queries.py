@@ -153,7 +153,7 @@ def least_cached(fleet: Fleet, without: frozenset[str]) -> int:
         if without:
             cached = cached.copy()
             cached[[fleet.places[name] for name in without]] = cached.max()
-        return int(cached.min())
+        return int(cached[cached.argmin()])
     return min([instance.cached_tokens for instance in fleet if instance.name not in without])
 
 

@@ -8,6 +8,7 @@ two sources differ by a factor. So the sources of a prompt are found once for al
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +24,7 @@ SPARE = 3
 
 
 class Group:
-    """The holders of one match. places: their positions in the fleet."""
+    """The holders of one match. places: their positions in the fleet, in order."""
 
     __slots__ = ("held", "places", "whole")
 
@@ -42,9 +43,10 @@ def grouped(fleet: Fleet, matches: Matches) -> list[Group]:
     else:
         places = {fleet[place].name: place for place in range(len(fleet))}
     found: dict[int, Group] = {}
-    held, into = NOTHING, Group(NOTHING)
+    held = NOTHING
+    into: list[Any] = []
     for name, match in matches.items():
-        place = places.get(name)
+        place: Any = places.get(name)  # compiled, an int would be made anew for the list
         if place is None:
             continue
         if match is not held:
@@ -53,11 +55,12 @@ def grouped(fleet: Fleet, matches: Matches) -> list[Group]:
             known = found.get(id(match))
             if known is None:
                 known = found[id(match)] = Group(match)
-            held, into = match, known
-        into.places.append(place)
+            held, into = match, known.places
+        into.append(place)
     groups = list(found.values())
     for group in groups:
-        group.whole = np.sort(np.array(group.places, np.int64))
+        group.places.sort()
+        group.whole = np.fromiter(group.places, np.int64, len(group.places))
     return groups
 
 
@@ -110,16 +113,18 @@ class Sources:
                 break
         return tuple([self._fleet[place] for place in sorted(chosen)])
 
-    def _reachable(self, kind: int, group: Group) -> Numbers:
-        places = group.whole
-        return places[self._outlook.can_fetch(kind, places)]
-
     def _fastest(self, kind: int, groups: Sequence[Group]) -> list[int]:
         """Positions of the fastest sources of KV in memory; the first among equals."""
+        outlook = self._outlook
+        if outlook.even_fetches:
+            first: list[int] = []
+            for group in groups:
+                first += outlook.reachable(kind, group.whole)[:SPARE].tolist()
+            return sorted(first)[:SPARE]
         found: list[tuple[float, int]] = []
         for group in groups:
-            places = self._reachable(kind, group)
-            found += _least(self._outlook.fetch_factor[places], places)
+            places = outlook.reachable(kind, group.whole)
+            found += _least(outlook.fetch_factor[places], places)
         return [place for _, place in sorted(found)[:SPARE]]
 
     def _fastest_loading(self, kind: int, groups: Sequence[Group], end: int) -> list[int]:
@@ -128,7 +133,7 @@ class Sources:
         for start in (0, max(min(group.held.in_memory, end - 1) for group in groups)):
             found: list[tuple[float, int]] = []
             for group in groups:
-                places = self._reachable(kind, group)
+                places = outlook.reachable(kind, group.whole)
                 moved_s = outlook.moving_s(end - start)
                 load_s = disk_s(group.held, end, outlook)
                 seconds = load_s * outlook.disk_factor[places] + moved_s * outlook.fetch_factor[places]

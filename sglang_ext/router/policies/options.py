@@ -9,8 +9,8 @@ and the least of them counts, as in ``spans.price_at``, which lists the spans.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,19 +22,26 @@ from sglang_ext.router.policies.spans import reads_to
 from sglang_ext.tiers import Tier, all_tiers
 
 
-@dataclass(frozen=True, slots=True)
 class Option:
     """Seconds, uncorrected. moving_s: loads from the instance's own memory, and reads from others. disk_s:
     loads from its own disk. exec_s: of ``new`` tokens behind ``context`` at an idle instance, in ``passes``.
     adding_s: the least of it where other prompts wait."""
 
-    moving_s: float
-    disk_s: float
-    new: int
-    context: int
-    exec_s: float
-    passes: int
-    adding_s: float
+    __slots__ = ("adding_s", "context", "disk_s", "exec_s", "moving_s", "new", "passes")
+
+    def __init__(
+        self,
+        moving_s: float,
+        disk_s: float,
+        new: int,
+        context: int,
+        exec_s: float,
+        passes: int,
+        adding_s: float,
+    ) -> None:
+        self.moving_s, self.disk_s = moving_s, disk_s
+        self.new, self.context = new, context
+        self.exec_s, self.passes, self.adding_s = exec_s, passes, adding_s
 
 
 class Options:
@@ -110,14 +117,37 @@ class Options:
         return Option(moving_s, disk_s, new, context, exec_s, passes, adding_s)
 
 
-def least_s(options: Sequence[Option], outlook: Outlook, places: Numbers | slice, weight: float) -> Numbers:
+def least_s(
+    options: Sequence[Option], outlook: Outlook, places: Numbers | slice, weight: float
+) -> Numbers | float:
     """The least seconds of some options at each of some instances: a lower bound where prompts wait, exact
-    elsewhere.
+    elsewhere. One number if it is the same at all of them.
 
     Args:
         places: positions in the fleet.
         weight: of a second of computing.
     """
+    even = outlook.even
+    if even is None or outlook.steps_s is not None or not (outlook.even_disks or _in_memory(options)):
+        return _least_each_s(options, outlook, places, weight)
+    idle_s = adding_s = math.inf
+    for option in options:
+        idle_s = min(idle_s, weight * option.exec_s * even + option.moving_s + option.disk_s)
+        adding_s = min(adding_s, weight * option.adding_s * even + option.moving_s + option.disk_s)
+    if outlook.waiting is None:
+        return idle_s
+    return np.where(outlook.waiting[places], adding_s, idle_s)
+
+
+def _in_memory(options: Sequence[Option]) -> bool:
+    """Whether no option loads from a disk."""
+    return not any([option.disk_s for option in options])
+
+
+def _least_each_s(
+    options: Sequence[Option], outlook: Outlook, places: Numbers | slice, weight: float
+) -> Numbers:
+    """``least_s`` of instances that differ in their corrections or their steps."""
     factor = outlook.factor[places]
     waits = None if outlook.waiting is None else outlook.waiting[places]
     steps = None if outlook.steps_s is None else outlook.steps_s[places]
@@ -130,7 +160,8 @@ def least_s(options: Sequence[Option], outlook: Outlook, places: Numbers | slice
             computed: Any = option.exec_s if steps is None else option.exec_s + option.passes * steps
             if waits is not None:
                 computed = np.where(waits, option.adding_s, computed)
-            seconds = weight * computed * factor
+            seconds = weight * computed
+            seconds *= factor
         if option.moving_s:
             seconds += option.moving_s
         if option.disk_s:

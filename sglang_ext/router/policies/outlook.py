@@ -38,6 +38,12 @@ class Outlook(Protocol):
     same others."""
     kinds: list[int]
     """The kinds that occur."""
+    even: float | None = None
+    """``factor`` where all instances have the same; None if they differ, or that is not known."""
+    even_disks: bool = False
+    """Whether ``disk_factor`` is known to be 1 everywhere."""
+    even_fetches: bool = False
+    """Whether ``fetch_factor`` is known to be the same everywhere."""
 
     @property
     def disk_factor(self) -> Numbers:
@@ -65,3 +71,8 @@ class Outlook(Protocol):
         Args:
             sources: positions in the fleet.
         """
+
+    def reachable(self, kind: int, sources: Numbers) -> Numbers:
+        """The sources that instances of a kind can fetch from."""
+        found: Numbers = sources[self.can_fetch(kind, sources)]
+        return found

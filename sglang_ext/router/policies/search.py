@@ -27,7 +27,7 @@ from sglang_ext.router.policies.base import (
     Role,
     WholeFleet,
 )
-from sglang_ext.router.policies.fleet_queries import counts_of
+from sglang_ext.router.policies.fleet_queries import counts_of, load_of
 from sglang_ext.router.policies.holdings import Group, Sources, grouped
 from sglang_ext.router.policies.options import Option, Options, least_s
 from sglang_ext.router.policies.outlook import Numbers
@@ -36,7 +36,7 @@ FEW = 16
 """In a fleet of so few instances all are priced, so that the scores have all of them."""
 TRIES = 3
 """Instances that are looked at for the reads of their kind: an agent may be silent, and its kind not know."""
-MANY, LOOKS = 8, 64
+MANY, LOOKS = 8, 32
 """Where one of so many instances is cheap, so many of the least loaded are looked at one by one."""
 CACHED = 2
 """Row of ``cached_tokens`` in ``WholeFleet.counts``."""
@@ -74,16 +74,19 @@ class Search:
         self._chosen_options: dict[tuple[int, int], list[Option]] = {}
         self._hand_overs: dict[str, tuple[str, float]] = {}
         """By ``handover`` of a prefill instance: its decode instance, and the seconds of the pair."""
+        tokens = [group.held.tokens for group in self.groups]
+        memory = [group.held.in_memory for group in self.groups]
+        self._most, self._most_in_memory = max(tokens, default=0), max(memory, default=0)
+        """The longest match, and the longest in memory."""
         self.can_begin: Numbers | None = None
         """Whether the request can be sent to an instance first; None if to all."""
         if candidates is not fleet:
             names = {instance.name for instance in candidates}
             self.can_begin = np.array([instance.name in names for instance in fleet], bool)
-        cached = self._counts[CACHED]
-        self._emptiest = 0
-        if self.groups:
-            self._emptiest = int((cached if self.can_begin is None else cached[self.can_begin]).min())
-        self._queues: Numbers = options.queue_weight * outlook.queue_s
+        self._emptiest = -1
+        """The fewest cached tokens of a candidate; -1 before it is first needed."""
+        weight = options.queue_weight
+        self._queues: Numbers = outlook.queue_s if weight == 1.0 else weight * outlook.queue_s
         self.seconds: Numbers = self._queues + self._of_strangers()
         """Of each instance that was priced; infinite for others."""
         for group in self.groups:
@@ -97,26 +100,46 @@ class Search:
 
     # -- in arrays ----------------------------------------------------------------------------------
 
-    def _of_strangers(self) -> Numbers:
+    def _of_strangers(self) -> Numbers | float:
         """The least seconds besides the queue of an instance that holds nothing of the prompt, at every
-        place."""
+        place; one number if they are equal."""
         kinds, weight = self._outlook.kinds, self._options.exec_weight
-        strange: Numbers = np.ones(len(self._fleet), bool)
-        if self.can_begin is not None:
-            strange &= self.can_begin
-        for group in self.groups:
-            strange[group.whole] = False
         if len(kinds) == 1:
-            return least_s(self._options_of_strangers(kinds[0], strange), self._outlook, slice(None), weight)
+            options = self._options_at(kinds[0], NOTHING, self._strangers(None))
+            return least_s(options, self._outlook, slice(None), weight)
         found: Numbers = np.empty(len(self._fleet))
         for kind in kinds:
             alike = self._outlook.kind == kind
-            options = self._options_of_strangers(kind, strange & alike)
+            options = self._options_at(kind, NOTHING, self._strangers(alike))
             found[alike] = least_s(options, self._outlook, np.flatnonzero(alike), weight)
         return found
 
-    def _options_of_strangers(self, kind: int, strange: Numbers) -> list[Option]:
-        return self._options_at(kind, NOTHING, np.flatnonzero(strange))
+    def _strangers(self, alike: Numbers | None) -> list[int]:
+        """The first ``TRIES`` candidates that hold nothing of the prompt.
+
+        alike: those that count; None for all.
+        """
+        size, held = len(self._fleet), sum([len(group.places) for group in self.groups])
+        if held == size:
+            return []
+        if held < FEW and alike is None and self.can_begin is None:
+            known = [place for group in self.groups for place in group.places]
+            return [place for place in range(min(size, held + TRIES)) if place not in known][:TRIES]
+        strange: Numbers = np.ones(size, bool)
+        if self.can_begin is not None:
+            strange &= self.can_begin
+        if alike is not None:
+            strange &= alike
+        for group in self.groups:
+            strange[group.whole] = False
+        found: list[int] = []
+        while len(found) < TRIES:
+            place = int(strange.argmax())
+            if not strange[place]:
+                break
+            found.append(place)
+            strange[place] = False
+        return found
 
     def _price_group(self, group: Group) -> None:
         """Set the seconds of the holders of a match."""
@@ -125,19 +148,24 @@ class Search:
             places = places[self.can_begin[places]]
         for kind in kinds:
             alike = places if len(kinds) == 1 else places[self._outlook.kind[places] == kind]
-            if len(alike):
+            if len(alike) == 1:
+                place = int(alike[0])
+                least = self._of_alike(group.held, kind, alike)
+                least_s = least if isinstance(least, float) else float(least[0])
+                self.seconds[place] = float(self._queues[place]) + least_s
+            elif len(alike):
                 self.seconds[alike] = self._queues[alike] + self._of_alike(group.held, kind, alike)
 
-    def _of_alike(self, held: Match, kind: int, places: Numbers) -> Numbers:
+    def _of_alike(self, held: Match, kind: int, places: Numbers) -> Numbers | float:
         """The least seconds besides the queue of holders of one match and kind."""
-        weight = self._options.exec_weight
+        weight, first = self._options.exec_weight, places[:TRIES].tolist()
         crowded = self.crowded(held, places)
         if crowded is None or not crowded.any():
-            return least_s(self._options_at(kind, held, places), self._outlook, places, weight)
+            return least_s(self._options_at(kind, held, first), self._outlook, places, weight)
         empty = least_s(self._listed.alone(kind, NOTHING), self._outlook, places, weight)
         if crowded.all():
             return empty
-        counted = least_s(self._options_at(kind, held, places), self._outlook, places, weight)
+        counted = least_s(self._options_at(kind, held, first), self._outlook, places, weight)
         return np.where(crowded, empty, counted)
 
     def crowded(self, held: Match, places: Numbers) -> Numbers | None:
@@ -145,17 +173,30 @@ class Search:
         a match that always counts."""
         if held.own or not held.tokens:
             return None
+        if len(places) == 1 and not self.is_crowded(int(places[0])):
+            return None
         slack = self._options.balance_cache_factor * held.tokens
-        return cast(Numbers, self._counts[CACHED][places] - self._emptiest > slack)
+        return cast(Numbers, self._counts[CACHED][places] - self._least_cached() > slack)
 
-    def _options_at(self, kind: int, held: Match, places: Numbers) -> list[Option]:
-        """The options of the instances of a kind that hold ``held``, as those at ``places`` do."""
+    def _least_cached(self) -> int:
+        """The fewest cached tokens of a candidate."""
+        if self._emptiest < 0:
+            cached = self._counts[CACHED]
+            if self.can_begin is not None:
+                cached = cached[self.can_begin]
+            self._emptiest = int(cached[cached.argmin()])
+        return self._emptiest
+
+    def _options_at(self, kind: int, held: Match, places: Sequence[int]) -> list[Option]:
+        """The options of the instances of a kind that hold ``held``, as those at ``places`` do, of which
+        ``TRIES`` are enough."""
         key = kind, id(held)
         found = self._chosen_options.get(key)
         if found is None:
             found = self._listed.alone(kind, held)
-            sources = self.sources_of(kind)
-            for place in places[:TRIES].tolist() if sources else ():
+            more = self._most > held.tokens or self._most_in_memory > held.in_memory
+            sources = self.sources_of(kind) if more else ()
+            for place in places if sources else ():
                 target = self._fleet[place]
                 reading = self._listed.reading(kind, target, held, sources, self._matches)
                 found += reading
@@ -196,9 +237,10 @@ class Search:
 
     def best(self) -> int:
         """The place of the least loaded of the cheapest instances."""
-        least, limit = float(self.seconds.min()), self._limit()
+        limit = self._limit()
         if self._bounds is None:
             return self._least_loaded(limit)
+        least = float(self.seconds[self.seconds.argmin()])
         few = len(self._fleet) <= FEW
         while True:
             place = int(self._bounds.argmin())
@@ -228,8 +270,9 @@ class Search:
         if self.is_crowded(place):
             options = self._listed.alone(kind, NOTHING)
         else:
-            options = self._options_at(kind, held, np.array([place]))
-        disk, weight = float(self._outlook.disk_factor[place]), self._options.exec_weight
+            options = self._options_at(kind, held, [place])
+        weight = self._options.exec_weight
+        disk = 1.0 if self._outlook.even_disks else float(self._outlook.disk_factor[place])
         seconds = math.inf
         for option in options:
             loading_s = option.moving_s + disk * option.disk_s
@@ -244,21 +287,24 @@ class Search:
         if held.own or not held.tokens:
             return False
         slack = self._options.balance_cache_factor * held.tokens
-        return int(self._counts[CACHED, place]) - self._emptiest > slack
+        return int(self._counts[CACHED, place]) - self._least_cached() > slack
 
     def _least_loaded(self, limit: float) -> int:
         """The first by ``load_of`` of the instances that take at most ``limit``."""
         cheap, fleet = self.seconds <= limit, self._fleet
-        places = np.flatnonzero(cheap)
-        if isinstance(fleet, WholeFleet) and len(places) * MANY >= len(fleet):
+        places = cheap.nonzero()[0]
+        count = len(places)
+        if count == 1:
+            return int(places[0])
+        if isinstance(fleet, WholeFleet) and count * MANY >= len(fleet):
             known = fleet.places
             for load in itertools.islice(fleet.by_load, LOOKS):
                 place = known[load[4]]
                 if cheap[place]:
                     return place
         for counts in self._counts:
-            if len(places) == 1:
+            if len(places) <= FEW:
                 break
             at = counts[places]
-            places = places[at == at.min()]
-        return min(places.tolist(), key=lambda place: fleet[place].name)
+            places = places[at == at[at.argmin()]]
+        return min(places.tolist(), key=lambda place: load_of(fleet[place]))

@@ -91,9 +91,15 @@ def reads_to(
 ) -> tuple[list[int], list[tuple[float, tuple[Span, ...]]]]:
     """The fastest spans up to each useful end of the holders' KV: the places, of which the first is the end
     of the target's own KV in memory, and for each place the seconds of the spans up to it, and the spans."""
-    ends, sources = _ends(tokens, target, holders, matches, costs)
+    fastest = _ends(tokens, target, holders, matches, costs)
+    ends = sorted(fastest)[-MOST_ENDS:]
     places = [min(matches.get(target.name, NOTHING).in_memory, tokens), *ends]
     found: list[tuple[float, tuple[Span, ...]]] = [(0.0, ())]
+    if len(ends) == 1:
+        span, _ = fastest[ends[0]]
+        found.append((span.seconds, (span,)))
+        return places, found
+    sources = [fastest[end][1] for end in ends]
     for number, end in enumerate(ends, start=1):
         least = math.inf
         spans: tuple[Span, ...] = ()
@@ -221,29 +227,33 @@ def exec_s(tokens: int, instance: Instance, known: int, costs: Costs) -> float:
 
 def _ends(
     tokens: int, target: Instance, holders: Sequence[Instance], matches: Matches, costs: Costs
-) -> tuple[list[int], list[Instance]]:
-    """The useful ends of the holders' KV, in order, and the fastest holder for each. An end in memory counts
-    beyond the target's KV in memory; an end below memory counts beyond all of the target's KV."""
+) -> dict[int, tuple[Span, Instance]]:
+    """The useful ends of the holders' KV, and for each the span up to it from the fastest holder. An end in
+    memory counts beyond the target's KV in memory; an end below memory counts beyond all of the target's
+    KV."""
     own = matches.get(target.name, NOTHING)
-    best: dict[int, tuple[float, Instance]] = {}
+    memory, most = own.in_memory, own.tokens
+    best: dict[int, tuple[Span, Instance]] = {}
     for holder in holders:
         if holder.name == target.name:
             continue
         there = matches.get(holder.name, NOTHING)
-        for end, least in ((there.in_memory, own.in_memory), (there.tokens, own.tokens)):
+        ends = [(there.in_memory, memory), (there.tokens, most)] if there.below else [(there.tokens, memory)]
+        for end, least in ends:
             end = min(end, tokens)
             if end <= least:
                 continue
-            seconds = _read(holder, target, there, own.in_memory, end, costs).seconds
-            if seconds < math.inf and (end not in best or seconds < best[end][0]):
-                best[end] = seconds, holder
-    ends = sorted(best)[-MOST_ENDS:]
-    return ends, [best[end][1] for end in ends]
+            span = _read(holder, target, there, memory, end, costs)
+            if span.seconds < math.inf and (end not in best or span.seconds < best[end][0].seconds):
+                best[end] = span, holder
+    return best
 
 
 def _read(source: Instance, target: Instance, held: Match, start: int, end: int, costs: Costs) -> Span:
     """The span to read from ``source``, which holds ``held``. The source loads from the end of its KV in
     memory, even if the span begins behind it."""
+    if not held.below:
+        return Span(source.name, Tier.HBM, start, end, costs.transfer_s(source, target, end - start))
     known, farthest, loading_s = held.hbm, Tier.HBM, 0.0
     for tier, count in held.below.items():
         if known >= end:

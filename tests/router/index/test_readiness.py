@@ -229,9 +229,7 @@ async def test_a_broken_stream_is_not_what_is_awaited(start: Start, client: Any)
     reporter = Reporter(router, one.url)
     reporter.begin()
     reporter.end()
-    replica = router.trees.replica(one.url)
-    assert replica is not None
-    replica.lost_touch()
+    router.trees.lost_touch(one.url)
     assert (await ask(router, client, 1))[1] == "untrusted"
 
 
