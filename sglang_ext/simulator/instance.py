@@ -488,7 +488,7 @@ class Instance:
     def _usable_slots(self) -> int:
         """Slots that are free, or whose blocks may be evicted."""
         tier = self.engine.hbm_tier
-        return tier.free + tier.total - tier.protected
+        return tier.free + tier.evictable
 
     def _retract(self) -> None:
         """Send requests back to the queue until the others' next tokens have room (``retract_decode``): those

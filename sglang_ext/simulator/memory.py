@@ -135,9 +135,7 @@ class Occupancy(Protocol):
     @property
     def free(self) -> int: ...
     @property
-    def total(self) -> int: ...
-    @property
-    def protected(self) -> int: ...
+    def evictable(self) -> int: ...
 
 
 class PassBudget:
@@ -156,7 +154,7 @@ class PassBudget:
         """Of the requests that were admitted: their prompts, and with their answers."""
 
     def _left(self, taken: float) -> float:
-        return self._tier.free + self._tier.total - self._tier.protected - taken
+        return self._tier.free + self._tier.evictable - taken
 
     @property
     def has_room(self) -> bool:

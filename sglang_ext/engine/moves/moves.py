@@ -161,6 +161,8 @@ class Moves:
 
     def act(self, agreed: Sequence[int]) -> None:
         """Take each move's next step."""
+        if not (agreed or self._open):
+            return
         numbers = iter(agreed)
         for move, state, count in self._proposed if agreed else ():
             late, *rest = itertools.islice(numbers, count)

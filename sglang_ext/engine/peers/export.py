@@ -255,6 +255,8 @@ class Exports:
 
     def propose(self) -> Sequence[int]:
         """For each export, whether it has ended here; for each one yet to be made, whether it is too late."""
+        if not (self._exports or self._asked):
+            return ()
         now = self._clock.monotonic()
         ended = [
             int(all(lease is None or self._link.over(lease) for lease in export.leases))
@@ -264,6 +266,8 @@ class Exports:
 
     def act(self, agreed: Sequence[int]) -> None:
         """Release the exports that have ended on every rank, and publish those with their blocks in DRAM."""
+        if not agreed:
+            return
         late = agreed[len(self._exports) :]
         for export, over in zip(list(self._exports), agreed, strict=False):
             if over:

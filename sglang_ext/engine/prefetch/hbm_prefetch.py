@@ -189,6 +189,8 @@ class Prefetcher(Planner):
 
     def each_pass(self) -> None:
         """Take the next step, once per pass of the scheduler's loop. Does not wait."""
+        if not self.prompts:
+            return
         first = self.prompts.first()
         for prompt in first:
             if not prompt.begun:

@@ -74,6 +74,13 @@ class HbmTier:
         return (self._tree.locked_blocks_of(self._hbm) + pinned) * self._tree.block_size
 
     @property
+    def evictable(self) -> int:
+        """Cache-owned slots that may be evicted now: ``total`` without ``protected``."""
+        tree, hbm = self._tree, self._hbm
+        blocks = tree.blocks_of(hbm) - tree.locked_blocks_of(hbm) + self._ledger.yielding(Tier.HBM)
+        return blocks * tree.block_size
+
+    @property
     def free(self) -> int:
         """Free slots."""
         return int(self._allocator.available_size())

@@ -46,6 +46,7 @@ class PrefillCost:
     def __init__(self) -> None:
         self._linear = self._mixed = self._square = 0.0
         self._by_tokens = self._by_pairs = 0.0
+        self._fitted: tuple[float, float] | None = None
         self.batches = 0
 
     def observe(self, tokens: int, pairs: float, seconds: float) -> None:
@@ -66,11 +67,13 @@ class PrefillCost:
         self._by_tokens = self._by_tokens * _FORGET + weight * tokens * seconds
         self._by_pairs = self._by_pairs * _FORGET + weight * pairs * seconds
         self.batches += 1
+        self._fitted = self._fit()
 
     def coefficients(self) -> tuple[float, float] | None:
-        """a and b, neither negative; None before the first batch."""
-        if not self.batches:
-            return None
+        """a and b, neither negative; None before the first batch. Asked in each pass."""
+        return self._fitted
+
+    def _fit(self) -> tuple[float, float]:
         determinant = self._linear * self._square - self._mixed * self._mixed
         if determinant > 1e-6 * self._linear * self._square:
             a = (self._by_tokens * self._square - self._by_pairs * self._mixed) / determinant

@@ -265,7 +265,7 @@ class Retention:
     @property
     def next_expiry(self) -> float:
         """When the next hint ends; infinite without hints."""
-        return min((hint.until for hint in self._hints.values()), default=math.inf)
+        return min([hint.until for hint in self._hints.values()]) if self._hints else math.inf
 
     def clear(self) -> None:
         """Drop every hint: the cache is about to be emptied."""

@@ -259,7 +259,7 @@ class GlobalRadixCache(RankCache, StoragePrefetch, current.CacheSeam):
         self.forget_waiting()
 
     def evictable_size(self) -> int:
-        return self.total_size() - self.protected_size()
+        return self.hbm_tier.evictable
 
     def protected_size(self) -> int:
         return self.hbm_tier.protected
