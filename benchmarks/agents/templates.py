@@ -9,7 +9,9 @@ trained to generate it. Characters are counted: a token is lost where its charac
 from __future__ import annotations
 
 import argparse
+import copy
 import importlib.util
+import json
 from collections.abc import Callable, Sequence
 from importlib.metadata import distribution
 from pathlib import Path
@@ -36,8 +38,10 @@ TOOLS = [
 SYSTEM = {"role": "system", "content": "You are a coding agent. " * 40}
 TEXT = "One line of the file after another. " * 20
 REASONING = "I should look at the file first, and then think about its contents. " * 10
-KEEP = {"preserve_thinking": True}
-"""The argument by which templates keep the reasoning of earlier answers. GLM-5.3 keeps it by default."""
+THINKS = {"enable_thinking": True, "thinking": True}
+"""The arguments by which models of both kinds of template reason."""
+KEEP = {"preserve_thinking": True, "drop_thinking": False}
+"""The arguments by which templates keep the reasoning of earlier answers. GLM-5.3 keeps it by default."""
 
 
 def user(text: str) -> Message:
@@ -76,8 +80,11 @@ CASES: dict[str, tuple[list[Message], Message, Message]] = {
 def share(render: Render, before: Sequence[Message], said: Message, after: Message) -> float:
     """The share of prompt and answer with which the next prompt begins."""
     prompt, told = render(before, True), render([*before, said], False)
-    # Where the template does not keep the generation prompt, the answer follows it all the same.
-    whole = told if told.startswith(prompt) else prompt + told[_common(prompt, told) :]
+    # Where the template does not keep the generation prompt, the answer follows it all the same; where it
+    # leaves the reasoning out, that has been generated all the same.
+    reasoning = said.get("reasoning", "")
+    missing = "" if reasoning.strip() in told else reasoning
+    whole = prompt + missing + told[_common(prompt, told) :]
     following = render([*before, said, after], True)
     return _common(whole, following) / len(whole)
 
@@ -108,12 +115,7 @@ def of_jinja(template: str, **arguments: Any) -> Render:
 def of_glm(name: str, **arguments: Any) -> Render:
     """The rendering of GLM-5.3, which is a module of SGLang's and no template."""
     path = distribution("sglang").locate_file("sglang/srt/parser/glm53_chat_template.py")
-    spec = importlib.util.spec_from_file_location("glm53_chat_template", str(path))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    segments = getattr(module, name)
+    segments = getattr(_module(Path(str(path))), name)
 
     def render(messages: Sequence[Message], answer_follows: bool) -> str:
         return "".join(
@@ -121,6 +123,33 @@ def of_glm(name: str, **arguments: Any) -> Render:
         )
 
     return render
+
+
+def of_deepseek_v32(*, drop_thinking: bool) -> Render:
+    """The rendering of DeepSeek V3.2, which is a module of SGLang's too."""
+    path = distribution("sglang").locate_file("sglang/srt/entrypoints/openai/encoding_dsv32.py")
+    encode = _module(Path(str(path))).encode_messages
+
+    def render(messages: Sequence[Message], answer_follows: bool) -> str:
+        first, *others = copy.deepcopy(list(messages))
+        for message in others:
+            for call in message.get("tool_calls", ()):
+                call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+        first["tools"] = TOOLS
+        text: str = encode([first, *others], thinking_mode="thinking", drop_thinking=drop_thinking)
+        return text
+
+    return render
+
+
+def _module(path: Path) -> Any:
+    """A module of SGLang's without the package, whose import takes seconds."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def main() -> None:
@@ -131,15 +160,23 @@ def main() -> None:
     given = parser.parse_args()
     kept = KEEP if given.keep_reasoning else {}
     renders = {
-        path.stem: of_jinja(path.read_text(encoding="utf-8"), enable_thinking=True, **kept)
+        path.stem: of_jinja(path.read_text(encoding="utf-8"), bos_token="", **THINKS, **kept)
         for path in given.templates
     }
     for name in ("render_glm53_segments", "render_glm53_flash_segments"):
         renders[name] = of_glm(name, enable_thinking=True)
+    renders["encoding_dsv32"] = of_deepseek_v32(drop_thinking=not given.keep_reasoning)
     print("| template |", " | ".join(CASES), "|")
     print("|---" * (len(CASES) + 1) + "|")
     for name, render in renders.items():
-        print(f"| {name} |", " | ".join(f"{share(render, *case):.0%}" for case in CASES.values()), "|")
+        print(f"| {name} |", " | ".join(_cell(render, *case) for case in CASES.values()), "|")
+
+
+def _cell(render: Render, before: Sequence[Message], said: Message, after: Message) -> str:
+    try:
+        return f"{share(render, before, said, after):.0%}"
+    except Exception:  # noqa: BLE001 - of V3.2, whose answers have reasoning or call a tool
+        return "-"
 
 
 if __name__ == "__main__":
