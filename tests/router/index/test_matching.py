@@ -143,9 +143,9 @@ class Filling(Reporter):
 
 
 class Scene:
-    """An index under random events of all kinds."""
+    """An index under random events of all kinds. stock: of stock instances too."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, stock: bool = True) -> None:
         self.rng = random.Random(seed)
         self.clock = FakeClock()
         self.index = Index(self.clock, block_size=BLOCK, ttl_s=20.0)
@@ -154,7 +154,8 @@ class Scene:
             Filling(self.index, f"told-{number}", role, naming=NAMING) for number, role in enumerate(roles)
         ]
         self.filling: set[str] = set()
-        self.stock = [Stock(self.index, f"stock-{page}", page) for page in (2, BLOCK, 2 * BLOCK)]
+        pages = (2, BLOCK, 2 * BLOCK) if stock else ()
+        self.stock = [Stock(self.index, f"stock-{page}", page) for page in pages]
         self.prompts = [key(*self.rng.choices(range(3), k=self.rng.randrange(1, 9))) for _ in range(40)]
         if seed % 2:
             for prompt in FAN:
@@ -164,7 +165,7 @@ class Scene:
 
     def step(self) -> None:
         rng, prompt = self.rng, self.rng.choice(self.prompts)
-        reporter, stock = rng.choice(self.tellers), rng.choice(self.stock)
+        reporter, stock = rng.choice(self.tellers), rng.choice(self.stock or [None])
         passive = reporter.name in self.filling
         match rng.randrange(12):
             case 0 | 1 | 2 if not passive:
@@ -186,9 +187,9 @@ class Scene:
                 self.filling.add(reporter.name)
             case 7:
                 self.index.on_heartbeat(reporter.name, alive=rng.random() < 0.8)
-            case 8 | 9:
+            case 8 | 9 if stock is not None:
                 stock.store(decode_tokens(prompt).tolist())
-            case 10 if rng.random() < 0.5:
+            case 10 if stock is not None and rng.random() < 0.5:
                 stock.evict(decode_tokens(prompt).tolist(), stock.page * rng.randrange(3))
             case _:
                 name = rng.choice(["told-0", "stock-4", "other", "another"])
@@ -199,9 +200,10 @@ class Scene:
             pass
 
 
+@pytest.mark.parametrize("stock", [True, False], ids=["stock", "agents"])
 @pytest.mark.parametrize("seed", range(6))
-def test_it_finds_what_a_look_at_every_block_finds(seed: int) -> None:
-    scene = Scene(seed)
+def test_it_finds_what_a_look_at_every_block_finds(seed: int, stock: bool) -> None:
+    scene = Scene(seed, stock=stock)
     seen: list[Match] = []
     for _ in range(250):
         scene.step()
@@ -210,6 +212,26 @@ def test_it_finds_what_a_look_at_every_block_finds(seed: int) -> None:
     assert {True, False} == {match.own for match in seen}
     assert any(Tier.DRAM in match.below for match in seen)
     assert any(Tier.DISK in match.below for match in seen)
+
+
+def test_a_holder_that_is_not_known_to_be_odd_is_found() -> None:
+    """The index looks twice at instances with names on a disk, and at those that are not up to date."""
+    scene, found = Scene(1, stock=False), 0
+    for _ in range(300):
+        scene.step()
+        prompt = scene.rng.choice(scene.prompts)
+        right = agrees(scene.index, prompt)
+        places = scene.index._trees.values()
+        odd = [place.odd for place in places]
+        for place in places:
+            place.odd = set()
+        if scene.index.match(NS, prompt) != right:
+            found += 1
+            with pytest.raises(AssertionError, match="odd"):
+                scene.index.check()
+        for place, holders in zip(places, odd, strict=True):
+            place.odd = holders
+    assert found > 10
 
 
 def test_a_change_that_is_not_looked_at_is_found() -> None:

@@ -407,6 +407,21 @@ def test_a_price_loads_a_tier_if_that_is_faster_than_computing() -> None:
     assert alone(Match(2000)).exec_s == model.exec_s(1, 1999)
 
 
+def test_an_old_report_leaves_the_table_whether_anyone_decides_or_not() -> None:
+    clock = Clock()
+    costs, fleet = router_costs(CostModel(), clock), (instance("a"), instance("b"))
+    for name in "ab":
+        costs.on_load(name, Load(running=4, queued=2, queued_tokens=3000), 0)
+    assert costs.outlook(fleet).queue_s.tolist() == pytest.approx([costs.queue_s(each) for each in fleet])
+    for _ in range(1000):  # only one of the two goes on to report, and nobody decides meanwhile
+        clock.now += REPORT_S / 10
+        costs.on_load("a", Load(running=4, queued=2, queued_tokens=3000), 0)
+    assert len(costs._reported) <= 11
+    busy_s, idle_s = costs.outlook(fleet).queue_s.tolist()
+    assert busy_s == pytest.approx(costs.queue_s(fleet[0]))
+    assert busy_s > idle_s == costs.queue_s(fleet[1]) == 0.0
+
+
 def test_what_this_router_knows_of_is_not_counted_twice() -> None:
     costs = router_costs(CostModel(), Clock())
     with costs.sending("a", 1000, 1000, streams=True), costs.sending("a", 1000, 0, streams=True):
