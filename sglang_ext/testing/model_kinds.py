@@ -179,6 +179,63 @@ KINDS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
             "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
         },
     ),
+    "tiny-step": (
+        "Step-3.5, sliding windows with more heads than the other layers, a gate for each head, four experts",
+        "Step3p5ForCausalLM",
+        "step3p5",
+        {
+            **_WINDOWS,
+            **_UNTIED,
+            "sliding_window": 32,
+            # Without it, transformers forbids to read `num_attention_heads`, which differ by kind of layer.
+            "per_layer_config": {},
+            "num_attention_groups": 4,
+            "attention_other_setting": {
+                "attention_type": "sliding_attention",
+                "num_attention_heads": 12,
+                "num_attention_groups": 4,
+                "head_dim": 32,
+            },
+            "rope_theta": [10_000.0] * 4,
+            "partial_rotary_factors": [1.0, 0.5] * 2,
+            "use_head_wise_attn_gate": True,
+            "moe_layers_enum": "1,2,3",
+            "moe_num_experts": 4,
+            "moe_top_k": 2,
+            "moe_intermediate_size": 256,
+            "moe_router_scaling_factor": 1.0,
+            "share_expert_dims": 256,
+            "use_moe_router_bias": True,
+            "need_fp32_gate": True,
+            "norm_expert_weight": True,
+            "swiglu_limits": [0.0] * 4,
+            "swiglu_limits_shared": [0.0] * 4,
+        },
+    ),
+    "tiny-gemma4": (
+        "Gemma 4 (text), sliding windows with smaller heads than the other layers",
+        "Gemma4ForCausalLM",
+        "gemma4_text",
+        {
+            **_GEMMA,
+            "sliding_window": 32,
+            # The form that SGLang gives heads of two sizes. For transformers' form see `Reference`.
+            "per_layer_config": {},
+            "head_dim": 64,
+            "swa_head_dim": 32,
+            "swa_v_head_dim": 32,
+            "swa_num_key_value_heads": 4,
+            "hidden_size_per_layer_input": 0,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+                "full_attention": {
+                    "rope_type": "proportional",
+                    "partial_rotary_factor": 0.25,
+                    "rope_theta": 1_000_000.0,
+                },
+            },
+        },
+    ),
 }
 """Name: summary, architecture, model type, and the fields of config.json that other models lack."""
 
@@ -189,10 +246,14 @@ _FOUR_NORMS = (
 _NORMS = {
     "gemma2": _FOUR_NORMS,
     "gemma3_text": _FOUR_NORMS,
+    "gemma4_text": (*_FOUR_NORMS, "layer_scalar"),
     "olmo3": ("post_attention_layernorm", "post_feedforward_layernorm"),
     "falcon_h1": ("input_layernorm", "pre_ff_layernorm"),
     "lfm2": ("operator_norm", "ffn_norm"),
 }
+NORM_WEIGHTS = {"gemma4_text": {"post_feedforward_layernorm": 8.0, "q_norm": 3.0}}
+"""Model type: the weights of norms that are not 1. Gemma 4 would repeat a token else: its embeddings are
+large, and its norms add no 1 to their weights as those of Gemma 2 and 3 do."""
 FINAL_NORMS = {
     "falcon_h1": "model.final_layernorm",
     "lfm2": "model.embedding_norm",
@@ -204,17 +265,22 @@ FINAL_NORMS = {
 def norms(config: dict[str, Any], prefix: str) -> Shapes:
     """Weights of the norms around attention and feed-forward of a layer."""
     for name in _NORMS.get(config["model_type"], _FOUR_NORMS[:2]):
-        yield f"{prefix}{name}.weight", (config["hidden_size"],)
+        if name == "layer_scalar":
+            yield prefix + name, (1,)
+        else:
+            yield f"{prefix}{name}.weight", (config["hidden_size"],)
 
 
 def of_layer(config: dict[str, Any], layer: int) -> dict[str, Any]:
     """The configuration with the heads of a layer."""
-    if "swa_num_key_value_heads" in config and config["layer_types"][layer] == "sliding_attention":
-        return {**config, "num_key_value_heads": config["swa_num_key_value_heads"], "sinks": True}
-    return config
+    if config.get("layer_types", ["full_attention"] * (layer + 1))[layer] != "sliding_attention":
+        return config
+    own = {name.removeprefix("swa_"): value for name, value in config.items() if name.startswith("swa_")}
+    sinks = config.get("add_swa_attention_sink_bias", False)
+    return {**config, **own, **config.get("attention_other_setting", {}), "sinks": sinks}
 
 
-_HEAD_NORMS = ("qwen3_moe", "gemma3_text", "glm4_moe", "qwen3_5_text", "qwen3_next", "lfm2")
+_HEAD_NORMS = ("qwen3_moe", "gemma3_text", "gemma4_text", "glm4_moe", "qwen3_5_text", "qwen3_next", "lfm2")
 
 
 def head_norms(config: dict[str, Any], prefix: str) -> Shapes:
@@ -247,11 +313,34 @@ def mimo_attention(config: dict[str, Any], prefix: str) -> Shapes:
         yield prefix + "attention_sink_bias", (heads,)
 
 
+def step_attention(config: dict[str, Any], prefix: str) -> Shapes:
+    """Weights of an attention with norms of queries and keys, and a gate for each head."""
+    hidden, head, heads = config["hidden_size"], config["head_dim"], config["num_attention_heads"]
+    keys = config["num_attention_groups"] * head
+    for name, size in (("q", heads * head), ("k", keys), ("v", keys), ("g", heads)):
+        yield f"{prefix}{name}_proj.weight", (size, hidden)
+    for name in "qk":
+        yield f"{prefix}{name}_norm.weight", (head,)
+    yield prefix + "o_proj.weight", (hidden, heads * head)
+
+
 def _dense(prefix: str, hidden: int, inner: int, names: tuple[str, str, str]) -> Shapes:
     gate, up, down = names
     yield f"{prefix}{gate}.weight", (inner, hidden)
     yield f"{prefix}{up}.weight", (inner, hidden)
     yield f"{prefix}{down}.weight", (hidden, inner)
+
+
+def _step_experts(config: dict[str, Any], prefix: str) -> Shapes:
+    """Step's experts, all in one tensor, and the shared one."""
+    hidden, inner, experts = config["hidden_size"], config["moe_intermediate_size"], config["moe_num_experts"]
+    yield prefix + "moe.gate.weight", (experts, hidden)
+    yield prefix + "moe.router_bias", (experts,)
+    yield prefix + "moe.gate_proj.weight", (experts, inner, hidden)
+    yield prefix + "moe.up_proj.weight", (experts, inner, hidden)
+    yield prefix + "moe.down_proj.weight", (experts, hidden, inner)
+    names = ("gate_proj", "up_proj", "down_proj")
+    yield from _dense(prefix + "share_expert.", hidden, config["share_expert_dims"], names)
 
 
 def sinks_attention(config: dict[str, Any], prefix: str) -> Shapes:
@@ -281,6 +370,9 @@ def feed_forward(config: dict[str, Any], layer: int, prefix: str) -> Shapes:
     """Weights of a layer's feed-forward part, dense or with experts."""
     if config["model_type"] == "gpt_oss":
         yield from _fused_experts(config, prefix + "mlp.")
+        return
+    if str(layer) in config.get("moe_layers_enum", "").split(","):
+        yield from _step_experts(config, prefix)
         return
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     names = ("gate_proj", "up_proj", "down_proj")

@@ -38,6 +38,7 @@ from sglang_ext.testing.encoders import CROSS_ENCODER, bert_shapes
 from sglang_ext.testing.model_kinds import (
     FINAL_NORMS,
     KINDS,
+    NORM_WEIGHTS,
     feed_forward,
     head_norms,
     mimo_attention,
@@ -45,6 +46,7 @@ from sglang_ext.testing.model_kinds import (
     of_layer,
     sinks_attention,
     spark_attention,
+    step_attention,
 )
 from sglang_ext.testing.state_kinds import (
     CONVOLUTION,
@@ -99,8 +101,11 @@ class Recipe:
         if "kv_lora_rank" in config:
             latent: int = config["kv_lora_rank"] + config["qk_rope_head_dim"]
             return len(layers) * latent
-        head: int = config["head_dim"] + config.get("v_head_dim", config["head_dim"])
-        return sum(head * int(of_layer(config, layer)["num_key_value_heads"]) for layer in layers)
+        found = [of_layer(config, layer) for layer in layers]
+        return sum(
+            int(own["num_key_value_heads"] * (own["head_dim"] + own.get("v_head_dim", own["head_dim"])))
+            for own in found
+        )
 
 
 _COMMON: dict[str, Any] = {
@@ -368,6 +373,7 @@ _ATTENTIONS: dict[str, Callable[..., Iterator[tuple[str, tuple[int, ...]]]]] = {
     "gpt_oss": sinks_attention,
     "mimo_v2_flash": mimo_attention,
     "spark2_5": spark_attention,
+    "step3p5": step_attention,
 }
 """Model type: the weights of its attention, where they are not Llama's or MLA's."""
 
@@ -414,13 +420,15 @@ def parameter_count(recipe: Recipe) -> int:
     return sum(math.prod(shape) for shape in weight_shapes(recipe).values())
 
 
-def _weight(name: str, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
+def _weight(name: str, shape: tuple[int, ...], scales: dict[str, float]) -> npt.NDArray[np.float32]:
+    """scales: the weights of those norms whose weights are not 1, by the name of the module."""
     if name.endswith("A_log"):  # states that fade over some tokens to some hundreds, head by head
         return np.linspace(-6.0, 0.0, math.prod(shape), dtype=np.float32).reshape(shape)
     if name.endswith(("sinks", "sink_bias")):  # SGLang keeps them in bfloat16, which has these
         return np.linspace(-1.0, 1.0, math.prod(shape) + 1, dtype=np.float32)[1:]
     if len(shape) == 1:
-        return np.full(shape, 0.0 if name.endswith(".bias") else 1.0, np.float32)
+        value = 0.0 if name.endswith((".bias", "router_bias")) else scales.get(name.split(".")[-2], 1.0)
+        return np.full(shape, value, np.float32)
     name = _EMBEDDINGS if name in (_OUTPUT, _EMBEDDINGS_OF_MIXERS) else name
     # A generator per weight: adding or reordering weights leaves the others as they are.
     generator = np.random.Generator(np.random.PCG64([SEED, zlib.crc32(name.encode())]))
@@ -457,7 +465,7 @@ def _save_weights(recipe: Recipe, dtype: DType, path: Path) -> None:
     with path.open("wb") as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
         for name, shape in shapes.items():
-            values = _weight(name, shape)
+            values = _weight(name, shape, NORM_WEIGHTS.get(recipe.config["model_type"], {}))
             file.write((values if dtype == "float32" else _to_bfloat16(values)).tobytes())
 
 

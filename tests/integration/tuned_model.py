@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 
 
-def tuned(model: Path, out: Path, *, layer: int = 1, factor: float = 1.5) -> Path:
-    """A copy of a float32 model in which the first projection of one layer is scaled. Returns ``out``."""
+def tuned(model: Path, out: Path, *, layer: int = 1) -> Path:
+    """A copy of a float32 model in which every second value of one layer's first projection has the other
+    sign: a norm behind a projection would undo a factor for all. Returns ``out``."""
     shutil.copytree(model, out)
     file = out / "model.safetensors"
     data = bytearray(file.read_bytes())
@@ -20,6 +21,6 @@ def tuned(model: Path, out: Path, *, layer: int = 1, factor: float = 1.5) -> Pat
     projection = re.compile(rf"model\.layers\.{layer}\..*proj\w*\.weight")
     start, end = next(header[name]["data_offsets"] for name in header if projection.fullmatch(name))
     values = np.frombuffer(data, np.float32, (end - start) // 4, 8 + length + start)
-    values *= np.float32(factor)
+    values[::2] *= -1
     file.write_bytes(data)
     return out

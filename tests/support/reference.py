@@ -9,6 +9,9 @@ from typing import Any
 
 from sglang_ext.testing.models import model_path
 
+_NO_PICTURES = {"width": 8, "layers": 1, "heads": 1, "image_size": 28}
+"""The smallest part for pictures: transformers has Step only with one."""
+
 
 class Reference:
     """A tiny model in float32 as transformers runs it, in this process, without a cache of prefixes.
@@ -22,18 +25,27 @@ class Reference:
 
         torchvision_operators.apply()
         import torch
+        import transformers
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
 
         logging.disable_progress_bar()
         self._torch = torch
         path = model_path(name, "float32")
-        self._model = AutoModelForCausalLM.from_pretrained(path, dtype="float32", **_changes(path)).eval()
+        config = _config(path)
+        kind: Any = AutoModelForCausalLM
+        if config is not None and config.model_type == "step3p7":
+            kind = transformers.Step3p7ForConditionalGeneration
+        self._model = kind.from_pretrained(path, dtype="float32", config=config).eval()
 
     @property
     def parameters(self) -> int:
-        """Number of parameters; the tied embedding counts once."""
-        return sum(parameter.numel() for parameter in self._model.parameters())
+        """Number of parameters that make text; the tied embedding counts once."""
+        return sum(
+            parameter.numel()
+            for name, parameter in self._model.named_parameters()
+            if not name.startswith(("model.vision_model.", "model.multi_modal_projector."))
+        )
 
     def answer(
         self, prompt: Sequence[int], length: int, *, state_factor: float = 1.0
@@ -61,10 +73,23 @@ class Reference:
                 out = self._model(last, past_key_values=out.past_key_values, use_cache=True)
 
 
-def _changes(path: Path) -> dict[str, Any]:
-    """Changes of a model's configuration: MiMo-V2's rotary embeddings, which transformers takes by layer."""
+def _config(path: Path) -> Any | None:
+    """A model's configuration in the form of transformers, where SGLang takes another; None for others."""
+    from transformers import AutoConfig
+
     config = json.loads((path / "config.json").read_text())
-    if config["model_type"] != "mimo_v2_flash":
-        return {}
-    rotary = {**config["rope_parameters"], "partial_rotary_factor": config["partial_rotary_factor"]}
-    return {"rope_parameters": dict.fromkeys(config["layer_types"], rotary)}
+    changes: dict[str, Any]
+    if config["model_type"] == "mimo_v2_flash":  # rotary embeddings by kind of layer
+        rotary = {**config["rope_parameters"], "partial_rotary_factor": config["partial_rotary_factor"]}
+        changes = {"rope_parameters": dict.fromkeys(config["layer_types"], rotary)}
+    elif config["model_type"] == "gemma4_text":  # the heads of layers without a window are those that differ
+        changes = {"head_dim": config["swa_head_dim"], "global_head_dim": config["head_dim"]}
+        del config["per_layer_config"]
+    elif config["model_type"] == "step3p5":
+        # The window of SGLang counts the tokens before a token, that of transformers the token too.
+        text = {name: value for name, value in config.items() if name != "per_layer_config"}
+        text["sliding_window"] += 1
+        changes = {"model_type": "step3p7", "text_config": text, "vision_config": _NO_PICTURES}
+    else:
+        return None
+    return AutoConfig.for_model(**{**config, **changes})

@@ -47,7 +47,7 @@ TEXT = [
 `test_pictures.py`, and Spark 2.5, which transformers lacks, in `test_hybrid_windows.py`."""
 SHORT = ("tiny-moe", "tiny-lfm2")
 """The short form has these models of `KINDS` and `STATE_KINDS`; the long form has all."""
-BIAS = "e_score_correction_bias"
+BUFFERS = ("e_score_correction_bias", "router_bias", "layer_scalar")
 CLASSIFYING = [name for name, recipe in RECIPES.items() if "id2label" in recipe.config]
 
 
@@ -207,11 +207,11 @@ def test_transformers_counts_the_same_parameters(
     request: pytest.FixtureRequest, reference: Reference
 ) -> None:
     name = request.node.callspec.params["reference"]
-    # In transformers, the bias of the experts' scores is a buffer.
+    # In transformers, the bias of the experts' scores and the scale of a layer are buffers.
     sizes = [
         math.prod(shape)
         for weight, shape in weight_shapes(RECIPES[name]).items()
-        if not weight.endswith(BIAS)
+        if not weight.endswith(BUFFERS)
     ]
     assert reference.parameters == sum(sizes)
 

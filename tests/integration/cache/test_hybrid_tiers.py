@@ -48,6 +48,8 @@ MODELS = {
     "tiny-lfm2": (STATES, "state"),
     "tiny-spark": (WINDOWS, "window"),
     "tiny-mimo": ((*WINDOWS, *LISTED), "window"),
+    "tiny-gemma4": ((*WINDOWS, *LISTED), "window"),
+    "tiny-step": (WINDOWS, "window"),
     "tiny-gdn-tp2": ((*STATES, *TWO_RANKS), "state"),
     "tiny-spark-tp2": ((*WINDOWS, *TWO_RANKS), "window"),
 }

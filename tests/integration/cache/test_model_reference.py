@@ -26,6 +26,8 @@ MODELS: dict[str, tuple[str, ...]] = {
     "tiny-mla": (),
     "tiny-gpt-oss": WINDOWS,
     "tiny-mimo": WINDOWS,
+    "tiny-gemma4": WINDOWS,
+    "tiny-step": WINDOWS[:-2],
 }
 SHORT = ("tiny", "tiny-mla")
 of_each_model = pytest.mark.parametrize(
