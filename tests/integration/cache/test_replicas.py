@@ -8,13 +8,15 @@ import os
 import random
 import shutil
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import aiohttp
+import numpy as np
+import numpy.typing as npt
 import pytest
 from disk_damage import damage_last_layer, runs, spoil_values
 from dram_damage import arena_files, flip_bit, last_change, snapshot
@@ -110,6 +112,12 @@ class Replicas:
     def disk(self, rank: int) -> Path:
         """The directory of a replica."""
         return self.folder / f"dp{rank}"
+
+    def arenas(self) -> list[Path]:
+        """The DRAM of all ranks of both replicas."""
+        found = [arena for arena in arena_files(self.server.pid) if arena.stat().st_size > 1 << 24]
+        assert len(found) == 2 * self.kind.ranks
+        return found
 
     def kill(self, rank: int) -> None:
         """Kill the scheduler of one replica: SGLang then ends the server."""
@@ -254,8 +262,7 @@ async def test_each_replica_loads_from_its_dram(
 ) -> None:
     rng = random.Random(f"dram {damaged}")
     prompts = [random_prompt(rng, TOKENS + 3) for _ in range(2)]
-    arenas = [arena for arena in arena_files(replicas.server.pid) if arena.stat().st_size > 1 << 24]
-    assert len(arenas) == 2 * replicas.kind.ranks
+    arenas = replicas.arenas()
     before = {arena: await asyncio.to_thread(snapshot, arena) for arena in arenas}
     answers = await asyncio.gather(
         *(
@@ -301,6 +308,47 @@ async def test_a_hint_goes_to_the_replica_that_has_the_kv(
             assert (ready["moved_tokens"], answer.hbm_tokens, answer.dram_tokens) == (TOKENS, TOKENS, 0)
         assert answer.cached_tokens >= TOKENS
         assert_same(await expected(client, replicas, [*prompt, 7]), answer, atol=1e-4)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("damaged", [False, True], ids=["sound", "one wrong bit"])
+async def test_what_one_replica_has_computed_the_other_fetches(
+    replicas: Replicas, client: aiohttp.ClientSession, damaged: bool
+) -> None:
+    rng = random.Random(f"fetch {damaged}")
+    async with routing(replicas, "round-robin") as router:
+        arenas = replicas.arenas()
+        before = {arena: await asyncio.to_thread(snapshot, arena) for arena in arenas}
+        prompt = random_prompt(rng, TOKENS)
+        answer, headers = await generate(client, router.url, prompt)
+        owner = headers["x-kv-instance"]
+        said = [*prompt, *answer.tokens[:-1]]  # the last token of an answer was never computed
+        whole = len(said) // BLOCK * BLOCK
+        await until(lambda: held(router, owner, said).tokens >= whole, WITHIN_S, "the index")
+        written = partial(changes, before)
+        places = await asyncio.to_thread(wait_until, written, seconds=WITHIN_S, what="DRAM")
+        assert len(places) == replicas.kind.ranks, "the other replica writes nothing"
+        if damaged:
+            for arena, last in places.items():
+                flip_bit(arena, last // 4 * 4 + 3, bit=6)  # the highest of an exponent
+        later = [*said, answer.tokens[-1], *random_prompt(rng, 5)]
+        again, headers = await generate(client, router.url, later)
+        assert headers["x-kv-instance"] != owner
+        assert (headers["x-kv-fetch"], headers["x-kv-fetch-source"]) == ("done", owner)
+        assert (again.hbm_tokens, again.disk_tokens) == (0, 0)
+        assert again.dram_tokens >= whole
+        right = await expected(client, replicas, later)
+        if damaged:
+            with pytest.raises(AssertionError):
+                assert_same(right, again, atol=1e-4)
+        else:
+            assert_same(right, again, atol=1e-4)
+
+
+def changes(before: Mapping[Path, npt.NDArray[np.uint8]]) -> dict[Path, int]:
+    """The arenas that have changed since, and the place of the last change of each."""
+    found = {arena: last_change(arena, then) for arena, then in before.items()}
+    return {arena: last for arena, last in found.items() if last}
 
 
 @pytest.mark.long
