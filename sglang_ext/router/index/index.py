@@ -428,7 +428,8 @@ class Index(PromptTrees):
             blocks, node = path[end] if end >= 0 else (0, tree.root)
             further = None if blocks == whole else _further(path, end, holders)
             alike: dict[bool, Match] = {}
-            if end >= 0 and not self._stock:  # whose copies change their holders by themselves
+            # A stock instance's copy may change its holder before the index knows it.
+            if end >= 0 and not self._stock:
                 inside = Match(blocks * size, False)
                 ended = inside if further is None and blocks < whole else Match(blocks * size, True)
                 alike = {False: inside, ended.own: ended}

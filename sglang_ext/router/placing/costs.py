@@ -393,8 +393,8 @@ class RouterCosts:
         chosen = slice(len(fleet)) if whole else np.array(columns)
         factor, in_flight = self._all_factors()[chosen], counts_of(fleet)[0]
         table, counts = rows.table[:, chosen], rows.counts[:, chosen]
-        found = RouterOutlook(self._steps, rows, table, counts, factor, self._even, in_flight, now)
-        found.even_disks, found.even_fetches = not self._disks, not self._transfers
+        observed = bool(self._disks), bool(self._transfers)
+        found = RouterOutlook(self._steps, rows, table, counts, factor, self._even, in_flight, now, observed)
         self._steps = found.steps
         return found
 

@@ -57,6 +57,7 @@ class RouterOutlook(Outlook):
         even: see ``Outlook``.
         in_flight: requests in flight at each.
         now: seconds.
+        observed: whether loads from any disk, and fetches from any instance, were observed.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class RouterOutlook(Outlook):
         even: float | None,
         in_flight: Numbers,
         now: float,
+        observed: tuple[bool, bool],
     ) -> None:
         self._model, self._rows, self._table, self._now = steps.model, rows, table, now
         self.factor, self.even = factor, even
@@ -86,7 +88,8 @@ class RouterOutlook(Outlook):
         self.steps = steps = steps if most <= steps.most else Steps(steps.model, 2 * most)
         self.queue_s = self._queue_s(running if most else None)
         self.steps_s = steps.per_request_s * table[RUNNING] if mixed else None
-        self.even_disks = self.even_fetches = False
+        disks_observed, fetches_observed = observed
+        self.even_disks, self.even_fetches = not disks_observed, not fetches_observed
         self._disk_factor: Numbers | None = None
         self._fetch_factor: Numbers | None = None
 
