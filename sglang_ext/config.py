@@ -394,8 +394,8 @@ class KvConfig(Flagged):
     transports: str = flag(
         "",
         "How KV may travel between servers, best first, such as cma,tcp. Not given: the first of shm, cma, "
-        "verbs and tcp by which the other's memory can really be reached.",
-        several_of("shm", "cma", "verbs", "tcp"),
+        "cuda_ipc, verbs and tcp by which the other's memory can really be reached.",
+        several_of("shm", "cma", "cuda_ipc", "verbs", "tcp"),
         common=True,
     )
     rdma_devices: str = flag(

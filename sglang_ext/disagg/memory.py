@@ -17,7 +17,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Final
 
 import msgspec
@@ -38,10 +38,17 @@ class MemoryKind(enum.StrEnum):
 
 
 Offset = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+HANDLE_BYTES: Final = 64
+"""Of a handle of CUDA."""
+Handle = Annotated[bytes, msgspec.Meta(max_length=HANDLE_BYTES)]
 
 
 class RegionMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A region as CONNECT carries it. fd: -1, or the owner's descriptor of the sealed memfd that holds it."""
+    """A region as CONNECT carries it.
+
+    fd: -1, or the owner's descriptor of the sealed memfd that holds it. handle, handle_at: of CUDA, by which
+    others map the allocation in GPU memory that holds it, and where in that it begins; empty without one.
+    """
 
     address: Offset
     nbytes: Offset
@@ -50,6 +57,8 @@ class RegionMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fd_offset: Offset
     device: Offset
     inode: Offset
+    handle: Handle = b""
+    handle_at: Offset = 0
 
 
 class SharedMemory:
@@ -104,6 +113,8 @@ class Region:
     fd: int
     fd_offset: int
     keep: object
+    handle: bytes = b""
+    handle_at: int = 0
 
 
 class RegionTable:
@@ -153,6 +164,10 @@ class RegionTable:
         self.sizes[index] = nbytes
         return region
 
+    def describe(self, index: int, handle: bytes, handle_at: int) -> None:
+        """From now on peers hear by which handle they map a region, see `RegionMeta`."""
+        self._regions[index] = replace(self._regions[index], handle=handle, handle_at=handle_at)
+
     def locate(self, address: int, nbytes: int) -> tuple[int, int]:
         """(region, offset) of a range.
 
@@ -189,7 +204,17 @@ def _meta(region: Region) -> RegionMeta:
     if region.fd >= 0:
         facts = os.fstat(region.fd)
         device, inode = facts.st_dev, facts.st_ino
-    return RegionMeta(region.address, region.nbytes, region.kind, region.fd, region.fd_offset, device, inode)
+    return RegionMeta(
+        region.address,
+        region.nbytes,
+        region.kind,
+        region.fd,
+        region.fd_offset,
+        device,
+        inode,
+        region.handle,
+        region.handle_at,
+    )
 
 
 POPULATE_BYTES: Final = 256 << 20

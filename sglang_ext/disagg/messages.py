@@ -15,7 +15,7 @@ from sglang_ext.disagg.memory import RegionMeta
 from sglang_ext.disagg.tensors import PoolMeta
 from sglang_ext.wire import Blob, Codec, Epoch, Message, Name
 
-VERSION: Final = 6
+VERSION: Final = 7
 
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 47)]
 Session = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]

@@ -16,6 +16,20 @@ def process_born(pid: int) -> int:
     return 0 if not fields or fields[0] in _ENDED else int(fields[19])
 
 
+def has_ended(pid: int, born: int) -> bool:
+    """Whether a process that was born at `born` has no thread left, or there was none (0). An ended one has
+    given up its files, and with them its place on a GPU.
+    """
+    if born == 0 or process_born(pid) not in (0, born):
+        return True
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return True
+    states = (_stat(f"/proc/{pid}/task/{thread}/stat") for thread in threads)
+    return all(not fields or fields[0] in _ENDED for fields in states)
+
+
 def stands_still(pid: int) -> bool:
     """Whether every thread of a process has been stopped, or has ended, since this was called.
 

@@ -17,6 +17,7 @@ from sglang_ext.disagg.transfer.config import EndpointConfig
 from sglang_ext.disagg.transports.rails import pci_place, topology
 from sglang_ext.disagg.transports.select import make_transports, reasons, way_out
 from sglang_ext.engine.gpu_link import Reasons
+from sglang_ext.engine.movers.gpu_memory import GpuMemory
 
 LEAST_FREE_BYTES = 8 << 30
 """Of the GPU's memory, for the pools and the server of this command."""
@@ -134,7 +135,7 @@ def _sharing() -> Finding:
         reason = (done.stderr.strip().splitlines() or [f"it read {seen or 'nothing'}"])[-1]
     except Exception as error:  # noqa: BLE001 - torch raises many kinds
         reason = f"{type(error).__name__}: {error}"
-    advice = "Nothing needs it today. Containers need --ipc=host for it"
+    advice = "Prefill and decode on one host then need RDMA. Containers need --ipc=host for it"
     return Finding(
         Level.WARNING, "shared memory", f"no other process maps the GPU's memory: {reason}", advice
     )
@@ -152,11 +153,12 @@ def _transports(subject: str, against: Reasons, without: str) -> Finding:
 
 def pairs() -> Finding:
     """Step 5: whether prefill and decode can be apart, by the transports that carry a pool in this GPU's
-    memory, which is really registered with the adapter, where there is one."""
+    memory, which is really exported, and registered with the adapter, where there is one."""
     pool = torch.zeros(1 << 20, dtype=torch.uint8, device="cuda")
     regions = RegionTable()
     regions.add(pool.data_ptr(), pool.nbytes, kind=MemoryKind.CUDA, keep=pool)
-    made = make_transports(EndpointConfig("gpu-check", "gpu-check"), regions)
+    device = GpuMemory(torch.cuda.current_device())
+    made = make_transports(EndpointConfig("gpu-check", "gpu-check", device=device), regions)
     try:
         against = {name: transport.unavailable() for name, transport in made.items()}
     finally:
@@ -164,7 +166,7 @@ def pairs() -> Finding:
             transport.close()
     usable = [str(name) for name, reason in against.items() if reason is None]
     if usable:
-        text = f"the GPU's memory is registered with {', '.join(usable)}; no pair was started"
+        text = f"can be apart: the GPU's memory travels by {', '.join(usable)}; no pair was started"
         return Finding(Level.OK, "prefill/decode", text)
     text = "; ".join(f"{name}: {reason}" for name, reason in against.items())
     advice = way_out(list(regions)) or ""

@@ -154,7 +154,7 @@ def test_all_is_well_in_both_directions(free_range: Callable[[], str]) -> None:
         assert examined is not None
         assert list(examined.speeds) == ["shm", "cma", "tcp"]
         assert min(examined.speeds.values()) > 0
-        assert examined.reasons.keys() == {"verbs"}
+        assert examined.reasons.keys() == {"cuda_ipc", "verbs"}
     assert all("travel over shm, " in text and "tcp " in text for text in texts(seen, "transport"))
     assert [line.rpartition(": ")[2] for line in lines] == ["begun", "done"]
     figures = json.dumps(as_json(seen))

@@ -1,6 +1,6 @@
-"""Pools in a GPU's memory without RDMA: refused at start where this side has no transport left, else when a
-peer joins, with the reasons of both sides and the way out. The memory is the host's and only said to be a
-GPU's: nothing is read here.
+"""Pools in a GPU's memory without RDMA and without CUDA: refused at start where this side has no transport
+left, else when a peer joins, with the reasons of both sides and the way out. The memory is the host's and
+only said to be a GPU's: nothing is read here.
 """
 
 from __future__ import annotations
@@ -71,6 +71,7 @@ async def test_a_device_pool_without_rdma_is_refused_at_start(no_adapter: None) 
     text = str(refused.value)
     for name in ("shm", "cma", "tcp"):
         assert f"{name}: a pool is in cuda memory" in text
+    assert "cuda_ipc: CUDA is not used by this process" in text
     assert "verbs: no RDMA device" in text
     assert "nvidia-peermem" in text
     assert "without --disaggregation-mode" in text

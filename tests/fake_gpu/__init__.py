@@ -37,12 +37,13 @@ FLAGS = (
 """Of a server on the emulated GPU. Graphs cannot be captured; custom all-reduce maps memory of other GPUs."""
 
 
-def install(gpus: int = 2) -> None:
+def install(gpus: int = 2, *, sglang: bool = True) -> None:
     """Change torch, Triton, ``sgl_kernel`` and the loader of run-time kernels here. Call it before SGLang
     and the product's engine are imported.
 
     Args:
         gpus: how many ``torch.cuda`` counts.
+        sglang: whether SGLang runs here. Without it, what it needs is not imported, which takes seconds.
 
     Raises:
         RuntimeError: there is a real GPU.
@@ -53,12 +54,25 @@ def install(gpus: int = 2) -> None:
 
     if torch.cuda.is_available():
         raise RuntimeError("this machine has a GPU; the emulator is for machines without one")
-    from sglang_ext.patches.cpu import torchvision
-    from tests.fake_gpu import distributed, imports, operators, tensors, torch_cuda
+    from tests.fake_gpu import tensors, torch_cuda
 
-    torchvision.apply()
+    if sglang:
+        from sglang_ext.patches.cpu import torchvision
+
+        torchvision.apply()
     torch_cuda.install(gpus)
     tensors.install()
+    if sglang:
+        _for_sglang()
+    else:
+        from tests.fake_gpu import product
+
+        product.install()
+
+
+def _for_sglang() -> None:
+    from tests.fake_gpu import distributed, imports, operators
+
     distributed.install()
     operators.install()
     imports.install()

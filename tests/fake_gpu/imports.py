@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tests.fake_gpu import runtime_kernels, torch_cuda
+from tests.fake_gpu import ipc, runtime_kernels, torch_cuda
 
 
 class _Runtime:
@@ -43,6 +43,7 @@ _CHANGES: dict[str, Callable[[Any], None]] = {
     "sglang.kernels.jit.utils.compile.loader": _on_loader,
     "sglang_ext.patches.adapter.hbm": _on_hbm,
     "sglang_ext.engine.movers.layer_copies": _on_layer_copies,
+    "sglang_ext.engine.movers.gpu_memory": ipc.change,
 }
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 import threading
+import weakref
 from typing import Any
 
+import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
@@ -12,6 +16,8 @@ _TAKES_DEVICE = frozenset(
     ("to", "new_empty", "new_zeros", "new_full", "new_tensor", "new_ones", "empty_like", "type")
 )
 """Methods that take a device as a positional argument."""
+OWN_ALLOCATION = 64 << 10
+"""Bytes from which ``torch.zeros`` has an allocation of its own."""
 _local = threading.local()
 
 
@@ -28,6 +34,7 @@ class _InHostMemory(TorchFunctionMode):  # type: ignore[misc]
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
+        on_gpu = str(kwargs.get("device")).startswith("cuda")
         if "device" in kwargs:
             kwargs["device"] = in_host_memory(kwargs["device"])
         if kwargs.get("pin_memory"):
@@ -42,7 +49,19 @@ class _InHostMemory(TorchFunctionMode):  # type: ignore[misc]
             return None
         if name == "__get__" and getattr(func, "__self__", None) is torch.Tensor.is_cuda:
             return True
-        return func(*args, **kwargs)
+        made = func(*args, **kwargs)
+        return _in_memfd(made) if func is torch.zeros and on_gpu else made
+
+
+def _in_memfd(zeros: torch.Tensor) -> torch.Tensor:
+    """The same in memory of its own that other processes can map, as they can a GPU's: pools are made so."""
+    if zeros.nbytes < OWN_ALLOCATION:
+        return zeros
+    fd = os.memfd_create("gpu", os.MFD_CLOEXEC)
+    os.ftruncate(fd, zeros.nbytes)
+    memory = np.frombuffer(mmap.mmap(fd, zeros.nbytes), np.uint8)
+    weakref.finalize(memory, os.close, fd)
+    return torch.from_numpy(memory).view(zeros.dtype).view(zeros.shape)
 
 
 def enter() -> None:

@@ -295,7 +295,7 @@ def _transport_findings(facts: Facts) -> Iterator[Finding]:
         yield Finding(Level.WARNING, "transports", "none can be used", advice)
     for name, reason in facts.transports.items():
         # Most machines have no RDMA device, and faults of one are reported above.
-        expected = name == "verbs" and works
+        expected = name in ("verbs", "cuda_ipc") and works
         if reason is not None:
             level = Level.OK if expected else Level.WARNING
             advice = "" if expected else "Others are used instead, as far as they can be."

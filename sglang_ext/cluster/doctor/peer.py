@@ -196,8 +196,8 @@ def _moving(way: str, examined: Examined) -> Finding:
 
 
 def _better(chosen: str) -> list[str]:
-    """Transports that are preferred to one."""
-    names = [str(name) for name in TransportName]
+    """Transports of host memory that are preferred to one."""
+    names = [str(name) for name in TransportName if name is not TransportName.CUDA_IPC]
     return names[: names.index(chosen)] if chosen in names else names
 
 

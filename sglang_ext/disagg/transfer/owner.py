@@ -7,8 +7,9 @@ A grant that is over frees nothing before that. From that moment on no write und
 (`Served.revoke_slot`);
 its writer is asked to say that none is under way, and if it does not in `dead_after`, its transport makes
 sure without it (`Served.fence`: `tcp` cuts the connections, `verbs` destroys the queue pairs, `shm` and `cma`
-look whether the writer's process stands still or has ended). Until one of them has done it, the blocks stay
-set aside; a writer that keeps more than a part of a pool so gets no new grants.
+look whether the writer's process stands still or has ended, `cuda_ipc` whether it has ended). Until one of
+them has done it, the blocks stay set aside; a writer that keeps more than a part of a pool so gets no new
+grants.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from sglang_ext.disagg.messages import (
     Want,
     Written,
 )
-from sglang_ext.disagg.processes import process_born
+from sglang_ext.disagg.processes import has_ended, process_born
 from sglang_ext.disagg.runs import Ids
 from sglang_ext.disagg.tensors import dtypes, pool_strided
 from sglang_ext.disagg.transfer.leases import Ended, Grant, GrantTable
@@ -441,4 +442,4 @@ class Owner:
         """Whether the reader's process may still touch our memory; only asked for transports on this host."""
         if session.reader.host != self._who().host:
             return True
-        return session.born != 0 and process_born(session.reader.pid) == session.born
+        return not has_ended(session.reader.pid, session.born)

@@ -21,7 +21,7 @@ A channel guarantees
     - However `read` or `write` ends, no byte of the local ranges changes after that.
     - They block without the GIL, and end soon after `token` is cancelled, with CancelledTransferError.
       (`verbs` first ends the reads and writes that it has posted; that is bounded by the queue pair's
-      retries.)
+      retries. `cuda_ipc` first ends the step that its GPU has begun.)
     - A peer that is gone is a PeerGoneError, a peer that breaks the protocol a PeerProtocolError. Then the
       channel may be broken, and says so.
 """
@@ -50,6 +50,7 @@ class TransportName(enum.StrEnum):
 
     SHM = "shm"
     CMA = "cma"
+    CUDA_IPC = "cuda_ipc"
     VERBS = "verbs"
     TCP = "tcp"
 

@@ -10,6 +10,7 @@ from sglang_ext.compiled import COMPILED
 from sglang_ext.disagg.errors import TransportUnavailableError
 from sglang_ext.disagg.memory import MemoryKind, Region, RegionMeta, RegionTable
 from sglang_ext.disagg.transports import Transport, TransportName
+from sglang_ext.disagg.transports.cuda_ipc import CudaIpcTransport, DeviceMemory
 from sglang_ext.disagg.transports.local import CmaTransport, ShmTransport
 from sglang_ext.disagg.transports.rails import Place
 from sglang_ext.disagg.transports.tcp import TcpTransport
@@ -39,6 +40,8 @@ class TransportConfig(Protocol):
     def place(self) -> Place: ...
     @property
     def rdma_devices(self) -> Sequence[str]: ...
+    @property
+    def device(self) -> DeviceMemory | None: ...
 
 
 def make_transports(config: TransportConfig, regions: RegionTable) -> dict[TransportName, Transport]:
@@ -53,6 +56,8 @@ def make_transports(config: TransportConfig, regions: RegionTable) -> dict[Trans
                 made[name] = ShmTransport(regions, config.lanes or 1)
             case TransportName.CMA:
                 made[name] = CmaTransport(regions, config.lanes or 1)
+            case TransportName.CUDA_IPC:
+                made[name] = CudaIpcTransport(regions, config.lanes or 1, config.device)
             case TransportName.VERBS:
                 made[name] = VerbsTransport(
                     regions, config.lanes or 1, config.rank, config.place, config.rdma_devices
@@ -65,11 +70,13 @@ def make_transports(config: TransportConfig, regions: RegionTable) -> dict[Trans
 
 
 def reasons() -> dict[TransportName, str | None]:
-    """Why this host cannot use each transport, None where it can: `sglang-ext doctor` prints this."""
+    """Why this host cannot use each transport for pools in host memory, None where it can: `sglang-ext
+    doctor` prints this."""
     regions = RegionTable()
     return {
         TransportName.SHM: ShmTransport(regions).unavailable(),
         TransportName.CMA: CmaTransport(regions).unavailable(),
+        TransportName.CUDA_IPC: "for pools in GPU memory only: see `sglang-ext gpu-check`",
         TransportName.VERBS: verbs_reason(),
         TransportName.TCP: None if COMPILED else "numba is missing: pip install numba",
     }
@@ -87,9 +94,9 @@ def way_out(regions: Iterable[Region | RegionMeta]) -> str | None:
     if all(region.kind is MemoryKind.HOST for region in regions):
         return None
     return (
-        "KV in GPU memory travels by RDMA only: load nvidia-peermem where there is an adapter. Without one, "
-        "start servers without --disaggregation-mode: with --kv-router and --kv-dram-size they fetch each "
-        "other's KV from DRAM"
+        "KV in GPU memory travels by cuda_ipc between servers on one host whose GPUs reach each other, and "
+        "by RDMA: load nvidia-peermem where there is an adapter. Without either, start servers without "
+        "--disaggregation-mode: with --kv-router and --kv-dram-size they fetch each other's KV from DRAM"
     )
 
 

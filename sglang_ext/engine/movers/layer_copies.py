@@ -78,15 +78,20 @@ def staging_blocks(arena: HostArena) -> int:
     return min(max(1, STAGING_BYTES // arena.block_bytes), arena.n_blocks)
 
 
+def cuda_library() -> ctypes.CDLL:
+    """The runtime that torch has loaded. Raises MoverError where torch has none."""
+    with open("/proc/self/maps", encoding="utf-8") as maps:
+        paths = sorted({line.split()[-1] for line in maps if "libcudart" in line})
+    if not paths:
+        raise MoverError("no libcudart is loaded; torch was built without CUDA")
+    return ctypes.CDLL(paths[0])
+
+
 class CudaRuntime:
     """Calls of the runtime that torch has loaded, for which torch has none."""
 
     def __init__(self) -> None:
-        with open("/proc/self/maps", encoding="utf-8") as maps:
-            paths = sorted({line.split()[-1] for line in maps if "libcudart" in line})
-        if not paths:
-            raise MoverError("no libcudart is loaded; torch was built without CUDA")
-        self._library = ctypes.CDLL(paths[0])
+        self._library = cuda_library()
 
     def copy_2d(
         self,

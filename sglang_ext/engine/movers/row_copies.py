@@ -68,8 +68,8 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class _Rows:
-    """Rows of a plane, before they are cut into pieces; see `Side`."""
+class Rows:
+    """Rows of a plane, or of ranges, before they are cut into pieces; see `Side`."""
 
     address: int
     words: int
@@ -140,7 +140,7 @@ class RowCopies:
         there = self._staging.data_ptr() - address
         rows["staging"] = [replace(row, address=row.address + there) for row in rows["arena"]]
         self.tile = _tile(list(itertools.chain(*rows.values())), word)
-        tables = {name: _pieces(side, self.tile.wide, word.itemsize) for name, side in rows.items()}
+        tables = {name: pieces_of(side, self.tile.wide, word.itemsize) for name, side in rows.items()}
         # Made on the current stream, which all copies follow.
         self._tables = {name: upload(np.concatenate(table)) for name, table in tables.items()}
         self._ends = [0, *itertools.accumulate(len(table) for table in tables["pool"])]
@@ -199,13 +199,13 @@ class RowCopies:
 
 def _rows_of(
     planes: Sequence[Sequence[torch.Tensor]], arena: HostArena, address: int, word: torch.dtype
-) -> dict[str, list[_Rows]]:
+) -> dict[str, list[Rows]]:
     """The rows of all planes in the pool and in the arena, in the order of planes."""
     layout, size = arena.layout, word.itemsize
     flat = [plane for layer in planes for plane in layer]
-    pool = [_Rows(plane.data_ptr(), plane.shape[1], plane.stride(0), 0) for plane in flat]
+    pool = [Rows(plane.data_ptr(), plane.shape[1], plane.stride(0), 0) for plane in flat]
     blocks = [
-        _Rows(address + offset, row // size, arena.block_bytes // size, row // size)
+        Rows(address + offset, row // size, arena.block_bytes // size, row // size)
         for offset, row in zip(layout.plane_offsets[:-1], layout.row_bytes, strict=True)
     ]
     if [row.words for row in pool] != [row.words for row in blocks]:
@@ -213,7 +213,7 @@ def _rows_of(
     return {"pool": pool, "arena": blocks}
 
 
-def _tile(rows: Sequence[_Rows], word: torch.dtype) -> Tile:
+def _tile(rows: Sequence[Rows], word: torch.dtype) -> Tile:
     """For rows of all sides."""
     longest = max(row.words for row in rows)
     wide = min(1 << (longest - 1).bit_length(), TILE_WORDS)
@@ -223,8 +223,8 @@ def _tile(rows: Sequence[_Rows], word: torch.dtype) -> Tile:
     return Tile(word, wide, TILE_WORDS // wide, aligned)
 
 
-def _pieces(rows: Sequence[_Rows], wide: int, word_bytes: int) -> list[np.ndarray]:
-    """For each plane, its pieces as rows of a table of int64."""
+def pieces_of(rows: Sequence[Rows], wide: int, word_bytes: int) -> list[np.ndarray]:
+    """For each of the rows, its pieces of at most ``wide`` words as a table of int64, see `Side`."""
     return [
         np.array(
             [

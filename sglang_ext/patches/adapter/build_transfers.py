@@ -21,6 +21,7 @@ from sglang_ext.disagg.transfer.staging import Staging
 from sglang_ext.disagg.transports import TransportName
 from sglang_ext.disagg.transports.rails import NOWHERE, SYS, Place, pci_place
 from sglang_ext.engine.model_identity import config_digest, kv_dtype
+from sglang_ext.engine.movers.gpu_memory import GpuMemory
 from sglang_ext.engine.moves.moves import Moves
 from sglang_ext.engine.pd.messages import MESSAGES
 from sglang_ext.engine.peers.arena_leases import ArenaLeases
@@ -102,11 +103,21 @@ def endpoint_config(
         transports=tuple(TransportName(name) for name in config.transports.split(",") if name),
         place=accelerator_place(server_args.device),
         rdma_devices=tuple(name.strip() for name in config.rdma_devices.split(",") if name.strip()),
+        device=gpu_memory(server_args.device),
         lease_ttl=LEASE_SECONDS,
         heartbeat=HEARTBEAT_SECONDS,
         dead_after=VERDICT_SECONDS,
         far_after=max(VERDICT_SECONDS, config.silence),
     )
+
+
+def gpu_memory(device: str) -> GpuMemory | None:
+    """This rank's GPU, for transfers between processes on one host; None on a CPU."""
+    if device != "cuda":
+        return None
+    from torch import cuda
+
+    return GpuMemory(cuda.current_device())
 
 
 def accelerator_place(device: str, root: Path = SYS) -> Place:

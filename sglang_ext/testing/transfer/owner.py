@@ -19,9 +19,11 @@ import numpy as np
 
 from sglang_ext.cluster_key import read_cluster_key
 from sglang_ext.disagg.errors import TransferError
+from sglang_ext.disagg.memory import MemoryKind
 from sglang_ext.disagg.messages import Reserve, Reserved
 from sglang_ext.disagg.transfer.config import EndpointConfig
 from sglang_ext.disagg.transports import CancelToken, Channel, TransportName
+from sglang_ext.disagg.transports.cuda_ipc import DeviceMemory
 from sglang_ext.testing.transfer.rig import NAMESPACE, Shape, start_instance
 from sglang_ext.wire import pack_ids
 
@@ -42,8 +44,8 @@ def write_on(channel: Channel, size: int, grant: tuple[int, int]) -> None:
         say({"ended": str(error)})
 
 
-async def main(options: dict[str, Any]) -> None:
-    """Serve until standard input ends."""
+async def main(options: dict[str, Any], device: DeviceMemory | None = None) -> None:
+    """Serve until standard input ends. device: the GPU in whose memory the pool is said to be."""
     shape = Shape(**options.get("shape", {}))
     config = EndpointConfig(
         options.get("name", "owner"),
@@ -57,9 +59,14 @@ async def main(options: dict[str, Any]) -> None:
         heartbeat=options.get("heartbeat", 0.1),
         dead_after=options.get("dead_after", 1.0),
         far_after=options.get("far_after", 0.0),
+        device=device,
     )
     ranks = await start_instance(
-        config, shape, shared=options.get("shared", True), arena=options.get("arena", False)
+        config,
+        shape,
+        shared=options.get("shared", True),
+        arena=options.get("arena", False),
+        kind=MemoryKind.HOST if device is None else MemoryKind.CUDA,
     )
     rank = ranks[0]
     rank.pool.fill(options.get("seed", 1))

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_ext.disagg.errors import RefusedError
-from sglang_ext.disagg.memory import SharedMemory
+from sglang_ext.disagg.memory import MemoryKind, SharedMemory
 from sglang_ext.disagg.runs import Ids, Runs
 from sglang_ext.disagg.tensors import arena_tensors, tensors_of
 from sglang_ext.disagg.transfer.config import EndpointConfig
@@ -60,6 +60,7 @@ class Pool:
 
     planes: per plane of the geometry, uint8, shape (blocks, bytes of the plane's block) for plane-first
         pools.
+    kind: where endpoints believe it to be; it is host memory always, as an emulated GPU's is.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Pool:
         first_head: int = 0,
         heads: int | None = None,
         arena: bool = False,
+        kind: MemoryKind = MemoryKind.HOST,
     ) -> None:
         layers = shape.layers if layers is None else layers
         heads = shape.heads if heads is None else heads
@@ -89,13 +91,15 @@ class Pool:
         address = int(self.bytes.ctypes.data)
         self.geometry = _geometry(shape, address, first_layer, layers, first_head, heads)
         tensors = arena_tensors(self.geometry, address, shape.blocks) if arena else tensors_of(self.geometry)
+        if kind is not MemoryKind.HOST:
+            fd = -1  # as a GPU's memory has none
         self.spec = PoolSpec(
             name,
             shape.blocks,
             shape.block_tokens,
             tensors,
             self.geometry.shard,
-            (MemoryRange(address, size, fd=fd, keep=self.keep),),
+            (MemoryRange(address, size, kind, fd=fd, keep=self.keep),),
             lease_budget=shape.blocks,
         )
         self._arena = arena
@@ -229,6 +233,7 @@ async def start_instance(
     shared: bool = True,
     name: str = "hbm",
     arena: bool = False,
+    kind: MemoryKind = MemoryKind.HOST,
 ) -> list[Rank]:
     """All ranks of an instance, PP-major. KV heads are replicated where tp exceeds them; a latent always
     is.
@@ -248,6 +253,7 @@ async def start_instance(
             first_head=0 if shape.mla else rank * shape.heads // tp,
             heads=heads,
             arena=arena,
+            kind=kind,
         )
         ended: list[Ended] = []
         receiver = ListReceiver()

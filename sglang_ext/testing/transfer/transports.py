@@ -30,6 +30,7 @@ from sglang_ext.disagg.errors import (
     StaleReadError,
     TransferError,
 )
+from sglang_ext.disagg.memory import MemoryKind
 from sglang_ext.disagg.messages import Reserve, Reserved, Written
 from sglang_ext.disagg.runs import Runs
 from sglang_ext.disagg.transfer.config import EndpointConfig
@@ -52,6 +53,8 @@ class TransportConformance:
     """The requirements that every transport meets. See the contract in `sglang_ext.disagg.transports`."""
 
     transport: ClassVar[TransportName]
+    memory: ClassVar[MemoryKind] = MemoryKind.HOST
+    """Of the pools."""
     seeds: ClassVar[int] = 4
     """How many random cases each test takes; raise it in a long run."""
     rewrites: ClassVar[int] = 150
@@ -61,6 +64,11 @@ class TransportConformance:
         """The endpoints' configuration; override it for a transport that needs other values."""
         values: dict[str, Any] = {"lanes": 2, "piece_bytes": 1 << 16, "heartbeat": 1.0, "dead_after": 10.0}
         return EndpointConfig(name, NAMESPACE, transports=(self.transport,), **{**values, **changes})
+
+    async def start(self, config: EndpointConfig, shape: Shape, **parts: Any) -> list[Rank]:
+        """The ranks of an instance, with pools in memory that the transport reaches."""
+        shared = self.transport is TransportName.SHM or self.memory is not MemoryKind.HOST
+        return await start_instance(config, shape, shared=shared, kind=self.memory, **parts)
 
     @asynccontextmanager
     async def pair(
@@ -75,12 +83,11 @@ class TransportConformance:
         """Owner ranks, reader ranks, and each reader's connection to all owners; checked and closed at the
         end.
         """
-        shared = self.transport is TransportName.SHM
-        owners = await start_instance(
-            self.config("owner", **changes), shape, tp=owner[0], pp=owner[1], shared=shared, arena=arena[0]
+        owners = await self.start(
+            self.config("owner", **changes), shape, tp=owner[0], pp=owner[1], arena=arena[0]
         )
-        readers = await start_instance(
-            self.config("reader", **changes), shape, tp=reader[0], pp=reader[1], shared=shared, arena=arena[1]
+        readers = await self.start(
+            self.config("reader", **changes), shape, tp=reader[0], pp=reader[1], arena=arena[1]
         )
         try:
             links = [await r.endpoint.connect([o.endpoint.address for o in owners]) for r in readers]
@@ -458,12 +465,9 @@ class TransportConformance:
     async def test_what_differs_is_named(self) -> None:
         shape = Shape()
         async with self.pair(shape) as (owners, _, _):
-            shared = self.transport is TransportName.SHM
             address = [owners[0].endpoint.address]
-            stranger = await start_instance(
-                EndpointConfig("x", "another model", transports=(self.transport,)), shape, shared=shared
-            )
-            other = await start_instance(self.config("y"), Shape(dtype="float32"), shared=shared)
+            stranger = await self.start(replace(self.config("x"), namespace="another model"), shape)
+            other = await self.start(self.config("y"), Shape(dtype="float32"))
             try:
                 with pytest.raises(RefusedError, match="namespace: 'another model' there"):
                     await stranger[0].endpoint.connect(address)

@@ -16,6 +16,7 @@ PACES = (0.0, 0.3, 1.0)
 
 ELSEWHERE = {
     "calibration/reductions.py": "times reductions in a process of its own; no cache is there",
+    "engine/movers/gpu_memory.py": "tests/engine/tiers/test_gpu_memory.py has both in their order",
     "engine/gpu_link.py": "times copies when a server starts; no cache is there yet",
     "engine/pd/granting.py": "tests/engine/pd/test_forward_fence.py, whose twin has no fence",
     "engine/pd/reading.py": "tests/engine/pd/test_forward_fence.py, whose twin has no fence",
@@ -53,7 +54,7 @@ DRILLED = [site for site in SITES if site.path in (MOVER, FENCE)]
 
 def test_all_sites_are_known() -> None:
     assert len(DRILLED) == 22
-    assert len(SITES) == 38
+    assert len(SITES) == 40
     assert {site.path for site in SITES} == {MOVER, FENCE, *ELSEWHERE}
 
 
