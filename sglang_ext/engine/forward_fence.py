@@ -13,6 +13,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 Passed = Callable[[], bool]
 """Whether the passes that had been launched when a fence was set have ended. From any thread."""
 
@@ -38,9 +40,11 @@ class ForwardFence:
     @classmethod
     def of(cls, scheduler: Any) -> Callable[[], Passed]:
         """A function that sets a fence after all passes that a scheduler has launched."""
-        if scheduler.token_to_kv_pool_allocator.get_kvcache().device == "cpu":
+        device = scheduler.token_to_kv_pool_allocator.get_kvcache().device
+        if device == "cpu":
             return lambda: nothing_runs
-        return cls(scheduler.device_module, (scheduler.forward_stream,))
+        # Not the scheduler's `device_module`, which it has only after it has made its transfer backend.
+        return cls(torch.get_device_module(device), (scheduler.forward_stream,))
 
     def __call__(self) -> Passed:
         events = []

@@ -54,7 +54,7 @@ def install(gpus: int = 2, *, sglang: bool = True) -> None:
 
     if torch.cuda.is_available():
         raise RuntimeError("this machine has a GPU; the emulator is for machines without one")
-    from tests.fake_gpu import tensors, torch_cuda
+    from tests.fake_gpu import interpreter, tensors, torch_cuda
 
     if sglang:
         from sglang_ext.patches.cpu import torchvision
@@ -62,6 +62,7 @@ def install(gpus: int = 2, *, sglang: bool = True) -> None:
         torchvision.apply()
     torch_cuda.install(gpus)
     tensors.install()
+    interpreter.install()
     if sglang:
         _for_sglang()
     else:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tests.fake_gpu import ipc, runtime_kernels, torch_cuda
+from tests.fake_gpu import interpreter, ipc, runtime_kernels, torch_cuda
 
 
 class _Runtime:
@@ -39,8 +39,13 @@ def _on_loader(module: Any) -> None:
     module.load_jit = runtime_kernels.load_jit
 
 
+def _on_embedding(module: Any) -> None:
+    module.vocab_parallel_embedding = interpreter.vocab_parallel_embedding
+
+
 _CHANGES: dict[str, Callable[[Any], None]] = {
     "sglang.kernels.jit.utils.compile.loader": _on_loader,
+    "sglang.kernels.ops.embeddings.vocab_parallel_embedding": _on_embedding,
     "sglang_ext.patches.adapter.hbm": _on_hbm,
     "sglang_ext.engine.movers.layer_copies": _on_layer_copies,
     "sglang_ext.engine.movers.gpu_memory": ipc.change,

@@ -23,7 +23,6 @@ def test_slots_are_written_after_the_pass_that_still_stores_to_them(overlap: boo
     fence = ForwardFence.of(
         SimpleNamespace(
             token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool),
-            device_module=torch.cuda,
             forward_stream=forward,
         )
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from pd_rig import METADATA, Rig, Side, rig
 
 from sglang_ext.disagg.handover import ReceiverState
@@ -130,18 +131,21 @@ class Module:
             return self.stream.ran >= self.at
 
 
-def scheduler_of(device: str, module: Any, stream: Any) -> Any:
+def scheduler_of(device: str, stream: Any) -> Any:
+    """With what a scheduler has when it makes its transfer backend."""
     pool = SimpleNamespace(device=device)
     return SimpleNamespace(
         token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool),
-        device_module=module,
         forward_stream=stream,
     )
 
 
-def test_a_fence_is_passed_when_all_that_was_launched_before_it_has_run() -> None:
+def test_a_fence_is_passed_when_all_that_was_launched_before_it_has_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     module, forward = Module(), Stream()
-    fence = ForwardFence.of(scheduler_of("cuda", module, forward))
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+    fence = ForwardFence.of(scheduler_of("cuda", forward))
     forward.launched, module.current.launched = 3, 2
     passed = fence()
     forward.launched += 5  # later passes are not waited for
@@ -154,7 +158,7 @@ def test_a_fence_is_passed_when_all_that_was_launched_before_it_has_run() -> Non
 
 
 def test_a_pool_in_host_memory_needs_no_fence() -> None:
-    assert ForwardFence.of(scheduler_of("cpu", None, None))() is nothing_runs
+    assert ForwardFence.of(scheduler_of("cpu", None))() is nothing_runs
 
 
 def test_sglangs_slots_come_with_a_fence_that_is_set_when_they_come() -> None:
