@@ -63,7 +63,7 @@ Ranges = npt.NDArray[np.int64]
 
 
 class DeviceMemory(Protocol):
-    """This rank's GPU, by whoever has its driver (`engine.movers.gpu_memory`). Thread-safe."""
+    """This rank's GPU: `engine.movers.gpu_memory` has its driver. Thread-safe."""
 
     def prepare(self) -> None:
         """Make ready what `copy` needs. Blocks for as long as a compiler takes.
@@ -226,7 +226,7 @@ class CudaIpcChannel(Channel):
             raise PeerGoneError(f"cuda_ipc: {error}") from None
 
     def _must_live(self) -> None:
-        """What is mapped outlives its owner, which says nothing about the bytes any more."""
+        """A mapping outlives the owner's process, whose counters say nothing about the bytes any more."""
         if self._born == 0 or process_born(self._pid) != self._born:
             self._gone = True
             raise PeerGoneError("cuda_ipc: the peer's process has ended")

@@ -1,6 +1,6 @@
 """A GPU's memory between processes: handles of allocations, and copies of ranges by the kernel of loads.
 
-What the transport `cuda_ipc` needs of a GPU (`DeviceMemory` in `disagg/transports/cuda_ipc.py`). Ranges have
+It is the `DeviceMemory` of the transport `cuda_ipc` (`disagg/transports/cuda_ipc.py`). Ranges have
 any lengths; the kernel copies rows of one length. So each range is cut into rows of `ROW_BYTES`, which one
 launch copies, and a rest, which a second one copies in rows of the rests' common divisor: of KV, whole
 tokens.
