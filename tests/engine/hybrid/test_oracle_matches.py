@@ -169,6 +169,7 @@ def test_both_trees_of_sglang_find_the_same(kind: HybridKind) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_both_trees_of_sglang_find_the_same_for_long(kind: HybridKind) -> None:
     same_matches(kind, [UnifiedRadixCache] * 2, ["python", "rust"], seed=2, operations=100_000)

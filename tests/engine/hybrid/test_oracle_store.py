@@ -170,6 +170,7 @@ def test_match_lengths_are_those_of_sglang(kind: HybridKind) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_match_lengths_are_those_of_sglang_for_long(kind: HybridKind) -> None:
     same_matches(kind, [UnifiedRadixCache, HybridRadixCache], ["python"] * 2, seed=4, operations=100_000)
