@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Protocol
 
 import msgspec
 
 from sglang_ext.keys import TOKEN_BYTES, decode_tokens
+from sglang_ext.router.api.job import PromptInput
 from sglang_ext.router.api.limits import Limits
 from sglang_ext.router.api.usage import Usage
 from sglang_ext.router.clients.answer_ids import IdsFilter, without_ids
@@ -16,15 +18,36 @@ from sglang_ext.router.telemetry.record import Record
 from sglang_ext.router.tenancy.admit import put_in_front, splice
 from sglang_ext.router.tenancy.admitted import Admitted
 from sglang_ext.router.tenancy.bounded import Bounded, size_of
+from sglang_ext.router.tenancy.budgets import Budget
 from sglang_ext.router.tokens.answers import KeptAnswer, Outcome, Turn
 from sglang_ext.router.tokens.encoded import Encoded
-from sglang_ext.router.tokens.tokenizing import TokenizerService
 
 logger = logging.getLogger("router.session_answers")
 
 MOST_ANSWERS = 3
 """Of a session: agents send small requests of another kind beside their own, and ask again."""
 Namespace = tuple[str | None, ...]
+
+
+class TurnTokenizer(Protocol):
+    """Renders and tokenizes the prompts of turns: ``tokens.tokenizing.TokenizerService``."""
+
+    @property
+    def sends_ids(self) -> bool:
+        """Whether conversations may go to servers as token ids."""
+
+    async def turn(
+        self,
+        prompt: PromptInput,
+        key: bytes,
+        kept: Sequence[KeptAnswer],
+        limits: Limits,
+        budget: Budget | None,
+    ) -> Turn | None:
+        """A prompt, with the tokens of a kept answer where it repeats one; None where it is not rendered."""
+
+    def kept_answer(self, turn: Turn, answer: bytes) -> KeptAnswer | None:
+        """The answer to a turn, for the next ones; None if it is no text."""
 
 
 class SessionAnswers:
@@ -36,7 +59,7 @@ class SessionAnswers:
         metrics: counts turns by their outcome.
     """
 
-    def __init__(self, max_bytes: int, tokenizers: TokenizerService, metrics: RouterMetrics) -> None:
+    def __init__(self, max_bytes: int, tokenizers: TurnTokenizer, metrics: RouterMetrics) -> None:
         self.on = max_bytes > 0
         self._kept: Bounded[str, tuple[Namespace, tuple[KeptAnswer, ...]]] = Bounded(max_bytes, _size)
         self._tokenizers = tokenizers
@@ -165,7 +188,7 @@ class SessionTurn:
 
 
 def _obstacle(
-    admitted: Admitted, prompts: Sequence[Encoded], tokenizers: TokenizerService, limits: Limits
+    admitted: Admitted, prompts: Sequence[Encoded], tokenizers: TurnTokenizer, limits: Limits
 ) -> Outcome | None:
     """Why a request is sent as it is."""
     job = admitted.job
