@@ -299,6 +299,7 @@ TABLE: Mapping[str, Family] = MappingProxyType(
                 "migration": _server(
                     "pd/test_hybrid_migration.py::test_every_answer_is_the_undisturbed_one[decode-states]"
                 ),
+                "DP": _replicas("tiny-gdn"),
                 "speculation": Proof("oracle", _STATE_DRAFTS),
             },
         ),

@@ -222,13 +222,17 @@ async def test_the_rank_decides_where_a_prompt_is_computed(
     replicas: Replicas, router: Router, client: aiohttp.ClientSession
 ) -> None:
     """The twin: without the router's rank, the same prompt finds nothing at the other replica."""
-    prompt = random_prompt(random.Random(4), TOKENS + 3)
-    cached = [
-        (await generate(client, replicas.server.url, prompt, routed_dp_rank=rank))[0].cached_tokens
-        for rank in (0, 0, 1)
-    ]
-    assert cached[0] == cached[2] == 0
-    assert TOKENS <= cached[1] < TOKENS + BLOCK
+    url, prompt = replicas.server.url, random_prompt(random.Random(4), TOKENS + 3)
+    first, _ = await generate(client, url, prompt, routed_dp_rank=0)
+    later = next_turn(prompt, first)
+    cached = [(await generate(client, url, later, routed_dp_rank=rank))[0].cached_tokens for rank in range(2)]
+    assert first.cached_tokens == cached[1] == 0
+    assert TOKENS <= cached[0] < TOKENS + BLOCK
+
+
+def next_turn(prompt: list[int], answer: Answer) -> list[int]:
+    """A prompt that goes on behind an answer, where models with states have one."""
+    return [*prompt, *answer.tokens, 7]
 
 
 def held(router: Router, url: str, prompt: list[int]) -> Match:
@@ -277,15 +281,17 @@ async def test_each_replica_loads_from_its_dram(
             flip_bit(arena, last // 4 * 4 + 3, bit=6)  # the highest of an exponent
     await pushed_out(router, client, replicas, prompts)
     for prompt, (first, _), url in zip(prompts, answers, replicas.urls, strict=True):
-        again, headers = await generate(client, router.url, prompt)
+        later = next_turn(prompt, first)
+        again, headers = await generate(client, router.url, later)
         assert headers["x-kv-instance"] == url
         assert (again.hbm_tokens, again.disk_tokens) == (0, 0)
         assert again.dram_tokens >= TOKENS
+        right = await expected(client, replicas, later)
         if damaged:
             with pytest.raises(AssertionError):
-                assert_same(first, again, atol=1e-4)
+                assert_same(right, again, atol=1e-4)
         else:
-            assert_same(first, again, atol=1e-4)
+            assert_same(right, again, atol=1e-4)
 
 
 @pytest.mark.long
@@ -355,25 +361,27 @@ def changes(before: Mapping[Path, npt.NDArray[np.uint8]]) -> dict[Path, int]:
 async def test_new_weights_are_a_new_namespace_at_each_replica(
     replicas: Replicas, router: Router, client: aiohttp.ClientSession
 ) -> None:
-    rng = random.Random(9)
-    prompt = random_prompt(rng, TOKENS + 3)
+    prompt = random_prompt(random.Random(9), TOKENS + 3)
 
-    async def cached() -> list[int]:
+    async def ask() -> list[int]:
+        """Tokens that each replica has of the prompt, behind whose answer the next one goes on."""
+        nonlocal prompt
         answers = [
             (await generate(client, replicas.server.url, prompt, routed_dp_rank=rank))[0] for rank in range(2)
         ]
         assert_same(await expected(client, replicas, prompt), answers[0], atol=1e-4)
         assert_same(answers[0], answers[1], atol=1e-4)
+        prompt = next_turn(prompt, answers[0])
         return [answer.hbm_tokens + answer.dram_tokens for answer in answers]
 
-    assert await cached() == [0, 0]
-    assert min(await cached()) >= TOKENS
+    assert await ask() == [0, 0]
+    assert min(await ask()) >= TOKENS
     path = str(model_path(replicas.kind.model, "float32"))
     body = {"model_path": path, "flush_cache": False}
     async with client.post(replicas.server.url + "/update_weights_from_disk", json=body) as response:
         assert response.status == 200, await response.text()
-    assert await cached() == [0, 0]
-    assert min(await cached()) >= TOKENS
+    assert await ask() == [0, 0]
+    assert min(await ask()) >= TOKENS
 
 
 @pytest.mark.long
