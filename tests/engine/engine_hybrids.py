@@ -70,6 +70,9 @@ class HookedAdder(PrefillAdder):
 
     def add_chunked_req(self, req: Req) -> Req | None:
         stock = PrefillAdder.add_chunked_req
+        if isinstance(self.tree_cache, HybridRadixCache):
+            assert self.rem_chunk_tokens is not None
+            self.tree_cache.leave_window(req, self.rem_chunk_tokens)
         chunks = getattr(self.tree_cache, "chunks", None)
         return stock(self, req) if chunks is None else chunks.go_on(stock, self, req)
 

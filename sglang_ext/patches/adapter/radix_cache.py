@@ -273,6 +273,9 @@ class GlobalRadixCache(RankCache, StoragePrefetch, current.CacheSeam):
         """Start loading what ``match_prefix`` found in DRAM. All of it, or nothing: then it is computed."""
         return (None, node) if self._load_back is None else self._load_back.start(node, promised, req)
 
+    def leave_window(self, req: Req, chunk: int) -> None:
+        """Nothing: these models have no windows."""
+
     def ready_to_load_host_cache(self) -> int:
         """The ticket of the loads that the next batch waits for, for ``LayerGate.set_consumer``."""
         return self._load_back.ready() if self._load_back is not None else NOTHING_TO_WAIT_FOR

@@ -86,6 +86,13 @@ class CalledCache(Protocol):
         """Nothing runs and nothing waits. Every pass: about once a second with --sleep-on-idle, else
         thousands of times a second."""
 
+    def leave_window(self, req: Any, chunk: int) -> None:
+        """Free rows of an unshared prompt that no window reaches from its last chunk on.
+
+        Args:
+            chunk: most tokens of a chunk.
+        """
+
     chunks: Any
     """Ends chunks of prefills where states are worth keeping (``patches/adapter/hybrid/chunks.py``)."""
 
@@ -142,10 +149,13 @@ def around_selection(stock: Callable[..., Any], adder: Any, req: Any, **about: A
 
 def around_chunk(stock: Callable[..., Any], adder: Any, req: Any) -> Any:
     """Around ``add_chunked_req``: the next chunk of a request, which is returned if more chunks follow."""
+    from sglang.srt.runtime_context import get_schedule
+
     cache = called_cache(adder)
-    if cache is None or cache.chunks is None:
+    if cache is None:
         return stock(adder, req)
-    return cache.chunks.go_on(stock, adder, req)
+    cache.leave_window(req, get_schedule().chunked_prefill_size)
+    return stock(adder, req) if cache.chunks is None else cache.chunks.go_on(stock, adder, req)
 
 
 def after_draft_plan(_result: None, worker: Any) -> None:

@@ -200,6 +200,18 @@ class HybridRadixCache(UnifiedRadixCache):  # type: ignore[misc]
             if self.linker is not None and up_to <= self.chunks.shared(req):
                 self._save_state(req.last_node)
 
+    def leave_window(self, req: Req, chunk: int) -> None:
+        """Free a prompt's own rows that no window reaches any more, before its next chunk.
+
+        SGLang does so for caches that share nothing. A prompt that enters no tree here, because the weights
+        have changed since it began, would wait for ever for its next chunk where windows have room for less.
+
+        Args:
+            chunk: most tokens of a chunk; the last one may still be computed.
+        """
+        if req.skip_radix_cache_insert and self.supports_swa():
+            self.evict_sliding_windows(req, max(current.prefix_tokens(req) - chunk, 0))
+
     def _save_state(self, node: Any) -> None:
         """Copy the state of a node to DRAM. SGLang does so only with the KV of a new node."""
         state = self.tree_core.get_component_device_value(node, ComponentType.MAMBA)
