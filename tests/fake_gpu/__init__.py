@@ -43,7 +43,7 @@ def install(gpus: int = 2, *, sglang: bool = True) -> None:
 
     Args:
         gpus: how many ``torch.cuda`` counts.
-        sglang: whether SGLang runs here. Without it, what it needs is not imported, which takes seconds.
+        sglang: whether SGLang runs here. Otherwise its modules are not imported, which takes seconds.
 
     Raises:
         RuntimeError: there is a real GPU.

@@ -1,4 +1,4 @@
-"""What Triton's interpreter lacks.
+"""A lock around Triton's interpreter, and kernels that it cannot run.
 
 It is made for one thread: while it runs a kernel, functions of ``triton.language`` are replaced, and the
 number of the program is kept, for the whole process. Servers launch from several. A kernel of SGLang that it

@@ -1,6 +1,6 @@
 """GPU memory between emulated processes: each pool lies in a memfd (`tensors`), which a handle names.
 
-Not said by it: what CUDA does with a handle of memory that its owner has freed, and whether GPUs reach each
+It does not show the effect of a handle whose memory was freed by its owner, nor whether GPUs reach each
 other.
 """
 

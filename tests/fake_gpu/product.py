@@ -1,4 +1,4 @@
-"""What the product's own modules need of an emulated GPU, where SGLang does not run."""
+"""The emulated GPU for the product's own modules, where SGLang does not run."""
 
 from __future__ import annotations
 

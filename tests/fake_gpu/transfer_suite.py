@@ -1,5 +1,5 @@
 """The conformance suite over ``cuda_ipc``, and deaths of its peers, on an emulated GPU, whose processes
-``tests/disagg/test_cuda_ipc.py`` starts. The host copies what the kernel is launched for.
+``tests/disagg/test_cuda_ipc.py`` starts. The host makes the copies for which the kernel is launched.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def planes(seed: int | None) -> list[torch.Tensor]:
 
 
 def values_of(seed: int) -> list[torch.Tensor]:
-    """What `planes` of the seed have, in host memory."""
+    """The values of the seed's `planes`, in host memory."""
     rng = np.random.default_rng(seed)
     shape = (SLOTS, HEADS, WIDTH)
     return [torch.from_numpy(rng.standard_normal(shape, dtype=np.float32)) for _ in range(2 * LAYERS)]

@@ -132,7 +132,7 @@ class Module:
 
 
 def scheduler_of(device: str, stream: Any) -> Any:
-    """With what a scheduler has when it makes its transfer backend."""
+    """A scheduler as it is when it makes its transfer backend."""
     pool = SimpleNamespace(device=device)
     return SimpleNamespace(
         token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool),

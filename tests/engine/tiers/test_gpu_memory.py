@@ -76,7 +76,7 @@ def test_long_ranges_and_rests_are_two_launches() -> None:
 
 
 class Streams:
-    """In place of `torch.cuda`: what was called, in order."""
+    """In place of `torch.cuda`: the names of its calls, in order."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []

@@ -179,6 +179,18 @@ async def expected(client: aiohttp.ClientSession, replicas: Replicas, prompt: li
     return answer
 
 
+async def compare(
+    client: aiohttp.ClientSession, replicas: Replicas, prompt: list[int], answer: Answer, damaged: bool
+) -> None:
+    """Verify that an answer is the one of SGLang's own cache; or not, if KV was damaged."""
+    right = await expected(client, replicas, prompt)
+    if damaged:
+        with pytest.raises(AssertionError):
+            assert_same(right, answer, atol=1e-4)
+    else:
+        assert_same(right, answer, atol=1e-4)
+
+
 async def test_a_conversation_stays_with_the_replica_that_has_its_kv(
     replicas: Replicas, router: Router, client: aiohttp.ClientSession
 ) -> None:
@@ -286,12 +298,7 @@ async def test_each_replica_loads_from_its_dram(
         assert headers["x-kv-instance"] == url
         assert (again.hbm_tokens, again.disk_tokens) == (0, 0)
         assert again.dram_tokens >= TOKENS
-        right = await expected(client, replicas, later)
-        if damaged:
-            with pytest.raises(AssertionError):
-                assert_same(right, again, atol=1e-4)
-        else:
-            assert_same(right, again, atol=1e-4)
+        await compare(client, replicas, later, again, damaged)
 
 
 @pytest.mark.long
@@ -343,12 +350,7 @@ async def test_what_one_replica_has_computed_the_other_fetches(
         assert (headers["x-kv-fetch"], headers["x-kv-fetch-source"]) == ("done", owner)
         assert (again.hbm_tokens, again.disk_tokens) == (0, 0)
         assert again.dram_tokens >= whole
-        right = await expected(client, replicas, later)
-        if damaged:
-            with pytest.raises(AssertionError):
-                assert_same(right, again, atol=1e-4)
-        else:
-            assert_same(right, again, atol=1e-4)
+        await compare(client, replicas, later, again, damaged)
 
 
 def changes(before: Mapping[Path, npt.NDArray[np.uint8]]) -> dict[Path, int]:

@@ -107,7 +107,7 @@ def test_one_damaged_bit_is_seen(rig: Rig) -> None:
 
 
 def test_kv_goes_from_gpu_to_gpu_both_ways(rig: Rig) -> None:
-    """The side that reads counts: prefill reads what comes back, and decode, where it pulls, the prompt's."""
+    """The side that reads counts: prefill reads returned KV, and decode, where it pulls, the prompt's."""
     rig.ask(prompt_of(7, PROMPT_TOKENS))
     readers = rig.pd.servers if rig.pulls else rig.pd.servers[:1]
     for server in readers:

@@ -413,7 +413,7 @@ def test_an_old_report_leaves_the_table_whether_anyone_decides_or_not() -> None:
     for name in "ab":
         costs.on_load(name, Load(running=4, queued=2, queued_tokens=3000), 0)
     assert costs.outlook(fleet).queue_s.tolist() == pytest.approx([costs.queue_s(each) for each in fleet])
-    for _ in range(1000):  # only one of the two goes on to report, and nobody decides meanwhile
+    for _ in range(1000):  # "a" alone goes on to report, and no decision is made meanwhile
         clock.now += REPORT_S / 10
         costs.on_load("a", Load(running=4, queued=2, queued_tokens=3000), 0)
     assert len(costs._reported) <= 11
