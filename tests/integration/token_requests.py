@@ -8,10 +8,13 @@ from typing import Any
 
 import aiohttp
 
+from sglang_ext.keys import encode_tokens
 from sglang_ext.router import Router
 from tests.support.compare import Answer
 from tests.support.servers.server import ServerProcess
 
+NAMESPACE = ("tokens", None, None, None)
+"""Of prompts without a salt, an adapter or a tenant."""
 GREEDY = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
 
 
@@ -50,6 +53,12 @@ async def advise(client: aiohttp.ClientSession, router: Router, **body: Any) -> 
         told = await response.json()
         assert response.status == 200, told
         return dict(told)
+
+
+def held_in_hbm(router: Router, server: ServerProcess, prompt: list[int]) -> int:
+    """Tokens of a prompt that the server has in HBM, as far as the router knows."""
+    match = router.trees.match(NAMESPACE, encode_tokens(prompt)).get(server.url)
+    return 0 if match is None else match.hbm
 
 
 async def settled(client: aiohttp.ClientSession, router: Router, id: str) -> dict[str, Any]:

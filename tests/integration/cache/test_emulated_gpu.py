@@ -7,22 +7,28 @@ bytes that real kernels write: tests/gpu and ``sglang-ext gpu-check`` are for a 
 
 from __future__ import annotations
 
+import asyncio
 import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
+import aiohttp
 import pytest
 from disk_damage import damage_last_layer, runs
 from dram_damage import arena_files, flip_bit, snapshot
+from token_requests import advise, generate, held_in_hbm, settled
 
-from sglang_ext.testing.waiting import wait_until
+from sglang_ext.router import Router, RouterConfig
+from sglang_ext.testing.waiting import until, wait_until
 from sglang_ext.tiered_store.disk.check import repair_directory
 from sglang_ext.tiered_store.disk.tier import INDEX_DIRECTORY
 from tests import fake_gpu
 from tests.support.compare import Answer, assert_same
+from tests.support.servers.ports import free_port
 from tests.support.servers.server import ServerProcess, ServerSpec
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1800)]
@@ -31,6 +37,7 @@ SERVER = Path(__file__).parents[1] / "servers" / "gpu_server.py"
 HBM_TOKENS = 640
 PROMPT_TOKENS = 20 * 16 + 4
 ANSWER_TOKENS = 4
+ANSWER = {"sampling_params": {"temperature": 0, "max_new_tokens": ANSWER_TOKENS, "ignore_eos": True}}
 TWO_RANKS = ("--tp", "2")
 
 
@@ -69,8 +76,9 @@ def on_disk(disk: Path) -> bool:
     return bool(before) and runs(disk) == before
 
 
-def damaged(server: ServerProcess, ids: Sequence[int]) -> Answer:
-    """The answer from a DRAM of which one bit of each block's end is other; whole again behind it."""
+@contextmanager
+def damage(server: ServerProcess) -> Iterator[None]:
+    """One bit of each block's end is other in DRAM; whole again behind it."""
     arena = arena_files(server.pid)[0]
     full = snapshot(arena)
     # Of float32 values, the highest bit of the exponent where it is clear.
@@ -78,7 +86,7 @@ def damaged(server: ServerProcess, ids: Sequence[int]) -> Answer:
     for at in places:
         flip_bit(arena, at, bit=6)
     try:
-        return ask(server, ids)
+        yield
     finally:
         for at in places:
             flip_bit(arena, at, bit=6)
@@ -106,7 +114,8 @@ def test_each_tier_gives_the_computed_answer_and_damage_is_seen(
         dram = ask(server, prompt())
         assert dram.dram_tokens > PROMPT_TOKENS / 2
         fill(server)
-        other = damaged(server, prompt())
+        with damage(server):
+            other = ask(server, prompt())
         assert other.dram_tokens > PROMPT_TOKENS / 2
         assert "without our kernel" not in server.log.read_text(encoding="utf-8")
     for found in (hbm, dram):
@@ -141,6 +150,40 @@ def test_disk_gives_the_computed_answer_and_damage_is_seen(flags: tuple[str, ...
     assert_same(cold, whole, atol=1e-3)
     with pytest.raises(AssertionError):
         assert_same(cold, other, atol=1e-3)
+
+
+@pytest.mark.long
+async def test_a_hint_brings_kv_to_hbm_and_damage_is_seen(
+    tmp_path: Path, client: aiohttp.ClientSession
+) -> None:
+    """From DRAM, ahead of its request. The twin's damage is in DRAM when the hint comes."""
+    port = free_port()
+    wanted = spec(tmp_path, "--kv-router", f"http://127.0.0.1:{port}")
+    async with Router(RouterConfig(port=port)) as router:
+        server = ServerProcess(wanted)
+        try:
+            await asyncio.to_thread(server.start)
+            await until(lambda: router.trees.trusted(server.url) and router.fleet.usable(), 60, "the server")
+            cold = await asyncio.to_thread(ask, server, prompt())
+            answers = []
+            for place in (nullcontext(), damage(server)):
+                await asyncio.to_thread(fill, server)
+                await until(lambda: not held_in_hbm(router, server, prompt()), 60, "HBM to give it up")
+                with place:
+                    told = await advise(client, router, session="s", input_ids=prompt())
+                    assert (told["instance"], told["tokens"]["hbm"]) == (server.url, 0)
+                    ready = await settled(client, router, told["id"])
+                    assert (ready["state"], ready["moved_tokens"]) == ("ready", PROMPT_TOKENS // 16 * 16)
+                # By the router, which ends the hint: its KV is held back no longer.
+                answer, _ = await generate(client, router.url, prompt(), session="s", **ANSWER)
+                answers.append(answer)
+        finally:
+            await asyncio.to_thread(server.stop)
+    for found in answers:
+        assert (found.hbm_tokens, found.dram_tokens) == (PROMPT_TOKENS // 16 * 16, 0)
+    assert_same(cold, answers[0], atol=1e-3)
+    with pytest.raises(AssertionError):
+        assert_same(cold, answers[1], atol=1e-3)
 
 
 @pytest.mark.long

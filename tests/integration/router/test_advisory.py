@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 import pytest
 from dram_damage import arena_files, flip_bit, last_change, snapshot
-from token_requests import advise, cold, generate, random_prompt, settled
+from token_requests import NAMESPACE, advise, cold, generate, held_in_hbm, random_prompt, settled
 
 from sglang_ext.keys import encode_tokens
 from sglang_ext.router import Router, RouterConfig
@@ -35,7 +35,6 @@ BLOCK = 16
 TOKENS = 20 * BLOCK
 HBM_TOKENS = 2048
 CHUNK = 256
-NS = ("tokens", None, None, None)
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +112,7 @@ async def said_and_pushed_out(
     await generate(client, router.url, prompt, session="s")
     for _ in range(3):
         await generate(client, router.url, random_prompt(rng, 900))
-    where = router.trees.match(NS, encode_tokens(prompt)).get(server.url)
+    where = router.trees.match(NAMESPACE, encode_tokens(prompt)).get(server.url)
     assert where is not None
     await until(lambda: not held_in_hbm(router, server, prompt), 60, "HBM to have given it up")
     return prompt
@@ -122,11 +121,6 @@ async def said_and_pushed_out(
 def blocks_on_disk(router: Router, server: ServerProcess) -> int:
     beat = router.agents.beat(server.url)
     return 0 if beat is None else fills_of(beat)[Tier.DISK].used
-
-
-def held_in_hbm(router: Router, server: ServerProcess, prompt: list[int]) -> int:
-    match = router.trees.match(NS, encode_tokens(prompt)).get(server.url)
-    return 0 if match is None else match.hbm
 
 
 def deferred(server: ServerProcess) -> float:
