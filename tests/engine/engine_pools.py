@@ -105,7 +105,7 @@ class PoolKind:
             )
         ]
 
-    def build(self, tokens: int) -> Any:
+    def build(self, tokens: int, device: str = "cpu") -> Any:
         """A real pool of SGLang with ``tokens`` slots (besides the padded ones)."""
         end = self.start_layer + self.layers - 1
         if self.attention == "dsa":
@@ -117,7 +117,7 @@ class PoolKind:
                 qk_rope_head_dim=4,
                 kv_cache_dim=12,
                 layer_num=self.layers,
-                device="cpu",
+                device=device,
                 index_head_dim=128,
                 enable_memory_saver=False,
                 start_layer=self.start_layer,
@@ -133,7 +133,7 @@ class PoolKind:
                 kv_lora_rank=8,
                 qk_rope_head_dim=4,
                 layer_num=self.layers,
-                device="cpu",
+                device=device,
                 enable_memory_saver=False,
                 start_layer=self.start_layer,
                 end_layer=end,
@@ -146,7 +146,7 @@ class PoolKind:
             head_dim=4,
             v_head_dim=self.value_dim,
             layer_num=self.layers,
-            device="cpu",
+            device=device,
             enable_memory_saver=False,
             start_layer=self.start_layer,
             end_layer=end,
@@ -162,19 +162,21 @@ class Pools:
         self.kind = kind
         self.tokens = tokens
         self.block = block
-        self.kvcache = kind.build(tokens)
+        device = str(self.device)
+        self.kvcache = kind.build(tokens, device)
         self.drafts = kind.build_drafts(tokens)
         need_sort = False
         if kind.page == 1:
             self.allocator: Any = TokenToKVPoolAllocator(
-                tokens, torch.float32, "cpu", self.kvcache, need_sort
+                tokens, torch.float32, device, self.kvcache, need_sort
             )
         else:
             self.allocator = PagedTokenToKVPoolAllocator(
-                tokens, kind.page, torch.float32, "cpu", self.kvcache, need_sort
+                tokens, kind.page, torch.float32, device, self.kvcache, need_sort
             )
-            self.allocator.debug_mode = True
-        self.requests = ReqToTokenPool(rows, context, "cpu", enable_memory_saver=False)
+            # Its checks make the host wait for a device, which hides races.
+            self.allocator.debug_mode = device == "cpu"
+        self.requests = ReqToTokenPool(rows, context, device, enable_memory_saver=False)
         self.tensors = [layer for pool in (self.kvcache, *self.drafts) for layer in pool_planes(pool)]
         self.oracle = Oracle(self.tensors)
 

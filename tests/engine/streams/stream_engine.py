@@ -1,9 +1,9 @@
 """The real cache, tiers and CUDA mover over fakes of torch.cuda, under transcriptions of SGLang's loops.
 
-Real are SGLang's pool, allocator, table of requests, requests and batches (`engine_scheduler`), all of our
-cache, and `CudaMover`. A pass is recorded layer by layer on the forward stream: it reads the slots of
-prefixes and writes those of new tokens. Passes that decode are replayed graphs: they call no Python of the
-pool, so that nothing waits for a layer in them.
+Real are SGLang's pool, allocator (of pages too), table of requests, requests and batches
+(`engine_scheduler`), all of our cache, and `CudaMover`. A pass is recorded layer by layer on the forward
+stream: it reads the slots of prefixes and writes those of new tokens. Passes that decode are replayed graphs:
+they call no Python of the pool, so that nothing waits for a layer in them.
 
 The loops differ in how the scheduler's stream follows a pass (`Scheduler._apply_war_barrier`):
 
@@ -27,12 +27,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_pools import MHATokenToKVPool, Oracle, PoolKind, Pools, TokenToKVPoolAllocator
-from engine_pools import ReqToTokenPool as Table
+from engine_pools import Oracle, PoolKind, Pools
 from engine_scheduler import Computed, Settings, SimulatedScheduler, token_at
 from engine_simulation import Rank, Scenario, Traffic
 from fake_cuda import DEVICE, DeviceTensor, FakeCuda, FakeEvent, FakeStream
 from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.mem_cache.allocator import paged
 from stream_trace import Access, join
 
 from sglang_ext.engine.forward_fence import ForwardFence
@@ -40,12 +40,12 @@ from sglang_ext.engine.movers import cuda_mover, row_copies
 from sglang_ext.engine.movers.arrivals import Arrivals
 from sglang_ext.engine.movers.copies import Copies
 from sglang_ext.engine.movers.mover import BlockIds, Mover
-from sglang_ext.patches.adapter.hbm import pool_planes
 from sglang_ext.patches.seams import current
 from sglang_ext.tiered_store.dram.arena import DramArena
 
 LAYERS, HEADS, WIDTH = 3, 2, 4
 BLOCK = 4
+PLAIN = PoolKind(layers=LAYERS)
 FAST, SLOW = 0.7, 0.05
 """Shares of queries that find a copy complete."""
 
@@ -60,24 +60,13 @@ class DevicePools(Pools):
 
     device = DEVICE
 
-    def __init__(self, kind: PoolKind, tokens: int, *, block: int, rows: int, context: int) -> None:
-        self.kind, self.tokens, self.block, self.drafts = kind, tokens, block, []
-        self.kvcache = MHATokenToKVPool(
-            size=tokens,
-            page_size=1,
-            dtype=torch.float32,
-            head_num=HEADS,
-            head_dim=WIDTH,
-            layer_num=kind.layers,
-            device=str(DEVICE),
-            enable_memory_saver=False,
-        )
-        self.allocator = TokenToKVPoolAllocator(tokens, torch.float32, str(DEVICE), self.kvcache, False)
-        self.requests = Table(rows, context, str(DEVICE), enable_memory_saver=False)
-        self.tensors = pool_planes(self.kvcache)
+    def __init__(self, kind: PoolKind, tokens: int, **sizes: int) -> None:
+        super().__init__(kind, tokens, **sizes)
         for plane in (plane for layer in self.tensors for plane in layer):
             of_rows(plane)
         of_rows(self.requests.req_to_token)
+        if kind.page > 1:
+            self.allocator.use_triton_kernels = True
         self.oracle = Oracle([[bytes_in(plane) for plane in layer] for layer in self.tensors])
 
     def access(self, layer: int, slots: np.ndarray) -> list[Access]:
@@ -89,6 +78,33 @@ class DevicePools(Pools):
             first = plane.inner.data_ptr() - memory.address
             found.append((memory, memory.cells[first + slots * row].astype(np.int64)))
         return found
+
+
+class PageKernel:
+    """SGLang's kernel that takes pages for a batch: one launch, where its form in torch would wait for the
+    device at times."""
+
+    def __init__(self, cuda: FakeCuda, name: str) -> None:
+        self._cuda, self._name = cuda, name
+
+    def __getitem__(self, grid: Any) -> PageKernel:
+        return self
+
+    def __call__(self, *args: Any) -> None:
+        *tensors, _, page = args
+        inner = [bytes_in(each) for each in tensors]
+        *asked, free, out = inner
+
+        def act() -> None:
+            if self._name == "alloc_extend":
+                paged.alloc_extend_naive(*asked, free, out, page, "cpu")
+            else:
+                taken = int(((asked[0] - 1) % page == 0).sum())
+                paged.alloc_decode_naive(*asked, free, out, page, taken)
+
+        access = self._cuda.access
+        reads = [access(each) for each in tensors[:-1] if each.numel()]
+        self._cuda.launch(self._name, act, reads, [access(tensors[-1])])
 
 
 def of_rows(plane: DeviceTensor) -> None:
@@ -186,6 +202,11 @@ class StreamScheduler(SimulatedScheduler):
         if self._barrier_pending:
             self._follow_pass()
 
+    def flush(self) -> bool:
+        if self.idle:  # SGLang's decode is idle only when hand-overs have ended too
+            self._free_arrived()
+        return super().flush()
+
     def _forward(self, batch: ScheduleBatch) -> list[int]:
         if self.loop.nic:
             self._receive()
@@ -259,10 +280,9 @@ class StreamScheduler(SimulatedScheduler):
     def _receive(self) -> None:
         """Slots are allocated for a hand-over, and a NIC fills them once the fence has passed."""
         trace = self.cuda.trace
-        for slots in self._arriving:
-            self.pools.allocator.free_segment(torch.tensor(slots, device=DEVICE), start_pos=0)
-        self._arriving = []
-        slots = self.pools.allocator.alloc(2) if self.pools.allocator.available_size() > 40 else None
+        self._free_arrived()
+        some = max(2, self.pools.kind.page)
+        slots = self.pools.allocator.alloc(some) if self.pools.allocator.available_size() > 40 else None
         if slots is None:
             return
         row = bytes_in(slots).numpy().copy()
@@ -281,6 +301,11 @@ class StreamScheduler(SimulatedScheduler):
         trace.wait(nic.clock, "scheduler.py:hand-over")
         self._arriving.append(row)
 
+    def _free_arrived(self) -> None:
+        for slots in self._arriving:
+            self.pools.allocator.free_segment(torch.tensor(slots, device=DEVICE), start_pos=0)
+        self._arriving = []
+
 
 class StreamRank(Rank):
     """A rank whose invariants are looked at unseen by the trace."""
@@ -297,6 +322,7 @@ def stream_rank(
     pace: float = 0.3,
     module: Any = cuda_mover,
     fence_class: Any = ForwardFence,
+    kind: PoolKind = PLAIN,
     **about: Any,
 ) -> Iterator[tuple[StreamRank, FakeCuda]]:
     """A rank on the fake device. module: with the `CudaMover` under test."""
@@ -315,8 +341,8 @@ def stream_rank(
     copies = type("Disk", (ReadOnceWritten,), {"cuda": cuda})
     scenario = Scenario(
         loop.name,
-        kind=PoolKind(layers=LAYERS),
-        block=BLOCK,
+        kind=kind,
+        block=max(BLOCK, kind.page),
         settings=Settings(overlap=loop.overlap, chunk=24, new_token_ratio=0.05),
         make_scheduler=scheduler,
         make_pools=DevicePools,
@@ -325,13 +351,22 @@ def stream_rank(
     scenario = replace(
         scenario, **{"hbm_tokens": 130, "dram_blocks": 150, "memory": 30, "tenants": False, **about}
     )
-    with on_device(cuda, module), cuda.installed():
+    with on_device(cuda, module), page_kernels(cuda), cuda.installed():
         rank = StreamRank(scenario, copies_class=copies)
         copies.arena = kept["arena"]
         cuda.trace.synchronizations.clear()
         cuda.launches.clear()
         yield rank, cuda
         rank.close()
+
+
+@contextmanager
+def page_kernels(cuda: FakeCuda) -> Iterator[None]:
+    """Have SGLang's allocator of pages launch its kernels on the fake device."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("alloc_extend", "alloc_decode"):
+            patch.setattr(paged, f"{name}_kernel", PageKernel(cuda, name))
+        yield
 
 
 @contextmanager

@@ -9,11 +9,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_pools import WrongKvError
+from engine_pools import PoolKind, WrongKvError
 from fake_cuda import DEVICE, FakeCuda, FakeEvent
 from stream_drill import LAYERS as DRILL_LAYERS
 from stream_drill import Drill
-from stream_engine import BLOCK, FAST, HEADS, LOOPS, SLOW, WIDTH, Loop, StreamRank, serve, stream_rank
+from stream_engine import (
+    BLOCK,
+    FAST,
+    HEADS,
+    LAYERS,
+    LOOPS,
+    PLAIN,
+    SLOW,
+    WIDTH,
+    Loop,
+    StreamRank,
+    serve,
+    stream_rank,
+)
 
 from sglang_ext.engine.movers import layer_copies
 from sglang_ext.engine.movers.cuda_mover import CudaMover
@@ -25,24 +38,34 @@ pytestmark = pytest.mark.usefixtures("sglang_config")
 
 AHEAD = {"prefetch": 0.5, "hbm_tokens": 140}
 """Hints bring KV to HBM ahead of requests."""
-SEED = 6
+KINDS = {
+    PLAIN: 6,
+    PoolKind(page=4, layers=LAYERS): 3,
+    PoolKind("mla", 4, LAYERS): 3,
+}
+"""With seeds whose traffic loads in all loops."""
 
 
+@pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("pace", [SLOW, FAST])
 @pytest.mark.parametrize("loop", LOOPS, ids=str)
-def test_all_accesses_are_ordered_and_random_orders_give_the_same_kv(loop: Loop, pace: float) -> None:
-    with stream_rank(loop, pace=pace, **(AHEAD if pace == FAST else {})) as (rank, cuda):
-        serve(rank, SEED, 50)
+def test_all_accesses_are_ordered_and_random_orders_give_the_same_kv(
+    loop: Loop, pace: float, kind: PoolKind
+) -> None:
+    with stream_rank(loop, pace=pace, kind=kind, **(AHEAD if pace == FAST else {})) as (rank, cuda):
+        serve(rank, KINDS[kind], 50)
         assert rank.scheduler.loaded_tokens > 0
         assert rank.tier is not None
         assert rank.tier.copies.counters.written > 10
-        assert bool(rank.tier.copies.counters.prefetched) is (pace == FAST)
+        if kind.page == 1 or pace == SLOW:
+            assert bool(rank.tier.copies.counters.prefetched) is (pace == FAST)
         assert not cuda.trace.races, [str(race) for race in cuda.trace.races.values()]
         assert len(outcomes(rank, cuda, 2)) == 1
 
 
+@pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_a_write_that_follows_the_scheduler_alone_reads_the_last_token_too_early(
-    monkeypatch: pytest.MonkeyPatch,
+    kind: PoolKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The twin, as the mover once was: a request's last token is in its last block, and is being computed."""
 
@@ -51,7 +74,7 @@ def test_a_write_that_follows_the_scheduler_alone_reads_the_last_token_too_early
         slots.record_stream(stream)
 
     monkeypatch.setattr(CudaMover, "_follow_engine", follow_the_scheduler)
-    with stream_rank(LOOPS[2]) as (rank, cuda):
+    with stream_rank(LOOPS[2], kind=kind) as (rank, cuda):
         serve(rank, 3, 50)
         assert cuda.trace.races
         with suppress(WrongKvError):  # a pass has read a block that was written too early
@@ -72,10 +95,12 @@ WAITS = {"ours: cuda_mover.py:wait_writes", "ours: cuda_mover.py:settle"}
 """HBM is short, and the blocks that it may evict are being copied."""
 
 
+@pytest.mark.parametrize("page", [1, 4])
 @pytest.mark.parametrize("room", [True, False], ids=["room", "short"])
 @pytest.mark.parametrize("loop", LOOPS, ids=str)
-def test_the_host_waits_for_the_device_only_where_memory_is_short(loop: Loop, room: bool) -> None:
-    with stream_rank(loop, pace=SLOW, **({"hbm_tokens": 4000, "rows": 30} if room else {})) as (rank, cuda):
+def test_the_host_waits_for_the_device_only_where_memory_is_short(loop: Loop, room: bool, page: int) -> None:
+    sizes = {"hbm_tokens": 4000, "rows": 30} if room else {}
+    with stream_rank(loop, pace=SLOW, kind=PoolKind(page=page, layers=LAYERS), **sizes) as (rank, cuda):
         serve(rank, 3, 30)
         ours = {site for site in cuda.trace.synchronizations if site.startswith("ours: ")}
         assert ours <= (set() if room else WAITS)
