@@ -39,6 +39,16 @@ def flip_bit(arena: Path, offset: int, bit: int) -> None:
         memory[offset] ^= 1 << bit
 
 
+def make_huge(arena: Path, offset: int) -> int:
+    """Invert the highest bit of the exponent of a float32: of the last one up to ``offset`` that is below 2,
+    since it makes a larger one small. Returns the offset of the byte."""
+    full, offset = snapshot(arena), offset // 4 * 4 + 3
+    while full[offset] & 1 << 6:
+        offset -= 4
+    flip_bit(arena, offset, bit=6)
+    return offset
+
+
 def last_change(arena: Path, before: npt.NDArray[np.uint8]) -> int:
     """The offset of the last byte that has changed; 0 while none has or more are changing."""
     now = snapshot(arena)

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from disk_damage import damage_last_layer, runs, spoil_values
-from dram_damage import arena_files, flip_bit, last_change, snapshot
+from dram_damage import arena_files, last_change, make_huge, snapshot
 from test_hybrid_tiers import STATES, WINDOWS
 from token_requests import advise, generate, random_prompt, settled
 
@@ -290,7 +290,7 @@ async def test_each_replica_loads_from_its_dram(
         changed = partial(last_change, arena, before[arena])
         last = await asyncio.to_thread(wait_until, changed, seconds=WITHIN_S, what="DRAM")
         if damaged:
-            flip_bit(arena, last // 4 * 4 + 3, bit=6)  # the highest of an exponent
+            await asyncio.to_thread(make_huge, arena, last)
     await pushed_out(router, client, replicas, prompts)
     for prompt, (first, _), url in zip(prompts, answers, replicas.urls, strict=True):
         later = next_turn(prompt, first)
@@ -343,7 +343,7 @@ async def test_what_one_replica_has_computed_the_other_fetches(
         assert len(places) == replicas.kind.ranks, "the other replica writes nothing"
         if damaged:
             for arena, last in places.items():
-                flip_bit(arena, last // 4 * 4 + 3, bit=6)  # the highest of an exponent
+                await asyncio.to_thread(make_huge, arena, last)
         later = [*said, answer.tokens[-1], *random_prompt(rng, 5)]
         again, headers = await generate(client, router.url, later)
         assert headers["x-kv-instance"] != owner

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
-from dram_damage import arena_files, flip_bit, snapshot
+from dram_damage import arena_files, flip_bit, make_huge, snapshot
 
 from sglang_ext.testing.models import RECIPES
 from sglang_ext.testing.waiting import wait_until
@@ -198,13 +198,8 @@ def test_one_damaged_bit_in_dram_is_seen(server: ServerProcess) -> None:
     before = server.generate(prompt, max_new_tokens=ANSWER_TOKENS)
     written = wait_until(lambda: settled_change(arena, empty), seconds=20, what="write-through")
     fill(server, HBM_TOKENS + 800, seed=12)
-    # The last plane of a block holds values, not keys. They are float32, and bit 6 of a value's last byte
-    # is the highest of its exponent.
-    offset = (written - 1) // 4 * 4 + 3
-    full = snapshot(arena)
-    while full[offset] & 1 << 6:  # of a value above 2 it would make a small one
-        offset -= 4
-    flip_bit(arena, offset, bit=6)
+    # The last plane of a block holds values, not keys.
+    offset = make_huge(arena, written - 1)
     damaged = server.generate(prompt, max_new_tokens=ANSWER_TOKENS)
     flip_bit(arena, offset, bit=6)
     assert damaged.dram_tokens > 0, "the prompt was not loaded from DRAM"

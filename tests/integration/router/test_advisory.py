@@ -15,7 +15,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from dram_damage import arena_files, flip_bit, last_change, snapshot
+from dram_damage import arena_files, last_change, make_huge, snapshot
 from token_requests import NAMESPACE, advise, cold, generate, held_in_hbm, random_prompt, settled
 
 from sglang_ext.keys import encode_tokens
@@ -453,7 +453,7 @@ async def test_a_damaged_bit_of_a_document_is_seen(server, router, client, rng) 
     for _ in range(3):
         await generate(client, router.url, random_prompt(rng, 900))
     await until(lambda: not held_in_hbm(router, server, document), 60, "HBM to have given it up")
-    flip_bit(arenas[0], last // 4 * 4 + 3, bit=6)
+    await asyncio.to_thread(make_huge, arenas[0], last)
     await register(client, router, server, document)
     answer, _ = await generate(client, router.url, [7, 8], document_ids=["d"])
     assert answer.hbm_tokens == TOKENS
