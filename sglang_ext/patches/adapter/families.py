@@ -150,7 +150,6 @@ _BELOW_STOCK: dict[Column, Proof] = dict.fromkeys((*TIERS, "fetch", "hints", "DP
 }
 _MOVED = "engine/pd/test_moved_pages.py::test_every_plane_of_a_moved_request_comes"
 _MOVED_ROWS = "engine/pd/test_moved_rows.py::test_all_of_a_moved_request_comes"
-_LATENT_MOVES: dict[Column, Proof] = {"migration": Proof("oracle", f"{_MOVED}[mla]")}
 _MOVED_BY_NAME = "engine/hybrid/test_oracle_moves.py::test_a_request_goes_on_at_another_scheduler"
 _DSA_RETURN = "engine/pd/test_pd_returns.py::test_every_plane_of_a_block_returns"
 _STATE_DRAFTS = "engine/hybrid/test_oracle_drafts.py::test_every_row_from_dram_and_disk_is_right"
@@ -190,19 +189,19 @@ TABLE: Mapping[str, Family] = MappingProxyType(
         "gqa-moe": Family(
             "MHA or GQA with experts",
             "Qwen3-MoE and Coder, Mixtral, GLM-4.5 to 4.7, MiniMax-M2, ERNIE 4.5, Hy3",
-            _answers("tiny-moe") | _also("tiny-moe", "fetch", "PD", "return"),
+            _answers("tiny-moe") | _also("tiny-moe", "fetch", "PD", "return", "migration", "hints"),
         ),
         "mla": Family(
             "MLA, dense",
             "DeepSeek-V2 with dense layers, MiniCPM3",
-            _answers("tiny-mla") | _also("tiny-mla", "fetch", "PD", "return", "speculation") | _LATENT_MOVES,
+            _answers("tiny-mla")
+            | _also("tiny-mla", "fetch", "PD", "return", "migration", "hints", "speculation"),
         ),
         "mla-moe": Family(
             "MLA with experts",
             "DeepSeek V3, R1, V3.1, Kimi K2 (text), LongCat-Flash, GLM-4.7-Flash",
             _answers("tiny-mla-moe")
-            | _also("tiny-mla-moe", "fetch", "PD", "return")
-            | _LATENT_MOVES
+            | _also("tiny-mla-moe", "fetch", "PD", "return", "migration", "hints")
             | {
                 "DP attention": _replicas("tiny-mla-moe-attention"),
                 "DP in PD": _pairs_of_replicas("tiny-mla-moe-attention"),
@@ -211,7 +210,7 @@ TABLE: Mapping[str, Family] = MappingProxyType(
         "window-kept": Family(
             "Sliding windows of which SGLang keeps all KV",
             "Gemma 2 and 3 (text), Olmo 3, Exaone 4, Cohere 2",
-            _answers("tiny-gemma3") | _also("tiny-gemma3", "fetch", "PD", "return"),
+            _answers("tiny-gemma3") | _also("tiny-gemma3", "fetch", "PD", "return", "migration", "hints"),
         ),
         "window-flag": Family(
             "Sliding windows with `--disable-hybrid-swa-memory`",
