@@ -12,8 +12,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from dram_damage import arena_files, flip_bit, last_change, snapshot
-from test_hybrid_tiers import STATES, WINDOWS
+from dram_damage import arena_files, last_change, make_huge, snapshot
+from test_hybrid_tiers import LISTED, STATES, WINDOWS
 from token_requests import cold, generate, random_prompt
 
 from sglang_ext.keys import encode_tokens
@@ -32,6 +32,10 @@ NS = ("tokens", None, None, None)
 MODELS = [
     pytest.param(("tiny-spark", WINDOWS), id="tiny-spark"),
     pytest.param(("tiny-gdn", STATES), id="tiny-gdn", marks=pytest.mark.long),
+    *(
+        pytest.param((name, (*WINDOWS, *flags)), id=name, marks=pytest.mark.long)
+        for name, flags in (("tiny-mimo", LISTED), ("tiny-gemma4", LISTED), ("tiny-step", ()))
+    ),
     *(
         pytest.param((name, ("--page-size", "16")), id=name, marks=pytest.mark.long)
         for name in ("tiny-moe", "tiny-mla", "tiny-mla-moe", "tiny-gemma3")
@@ -99,11 +103,7 @@ async def test_what_one_has_computed_another_fetches(pair, client, rng, damaged:
             wait_until, lambda: last_change(arenas[owner], before[owner]), seconds=30, what="DRAM"
         )
         if damaged:
-            # The highest bit of an exponent, of a value below 2: of a larger one it would make a small one.
-            full, last = await asyncio.to_thread(snapshot, arenas[owner]), last // 4 * 4 + 3
-            while full[last] & 1 << 6:
-                last -= 4
-            flip_bit(arenas[owner], last, bit=6)
+            await asyncio.to_thread(make_huge, arenas[owner], last)
         second = [*said, answer.tokens[-1], *random_prompt(rng, 40)]
         warm, headers = await generate(client, router.url, second)
         reader = headers["x-kv-instance"]

@@ -52,6 +52,9 @@ MODELS = {
     "tiny-step": (WINDOWS, "window"),
     "tiny-gdn-tp2": ((*STATES, *TWO_RANKS), "state"),
     "tiny-spark-tp2": ((*WINDOWS, *TWO_RANKS), "window"),
+    "tiny-mimo-tp2": ((*WINDOWS, *LISTED, *TWO_RANKS), "window"),
+    "tiny-gemma4-tp2": ((*WINDOWS, *LISTED, *TWO_RANKS), "window"),
+    "tiny-step-tp2": ((*WINDOWS, *TWO_RANKS), "window"),
 }
 SHORT = ("tiny-gdn",)
 RUN = (str(Path(__file__).parents[1] / "servers" / "unfenced_server.py"),)

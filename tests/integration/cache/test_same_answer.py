@@ -36,8 +36,9 @@ GetServer = Callable[[ServerSpec], ServerProcess]
 
 
 def spec(kind: str, page_size: int, disk: Path) -> ServerSpec:
-    model = kind.removesuffix(TWO_RANKS).removesuffix(TWO_STAGES)
-    recipe, ranks = RECIPES[model], 1 if model == kind else 2
+    model = kind.removesuffix(TWO_RANKS).removesuffix(TWO_STAGES).removesuffix(WHOLE_WINDOWS)
+    recipe, ranks = RECIPES[model], 2 if kind.endswith((TWO_RANKS, TWO_STAGES)) else 1
+    whole = ("--disable-hybrid-swa-memory",) if kind.endswith(WHOLE_WINDOWS) else ()
     split = "--pp-size" if kind.endswith(TWO_STAGES) else "--tp"
     # Ranks share the heads; latents have none, and each rank has them all. Stages share the layers.
     shares = 1 if "kv_lora_rank" in recipe.config and split == "--tp" else ranks
@@ -48,7 +49,7 @@ def spec(kind: str, page_size: int, disk: Path) -> ServerSpec:
             *("--radix-cache-backend", "global", "--kv-dram-size", str(dram), "--kv-check"),
             *("--kv-disk-path", str(disk), "--kv-disk-size", "4GB", "--kv-load-policy", "always"),
             *("--max-total-tokens", str(HBM_TOKENS), "--page-size", str(page_size)),
-            *("--chunked-prefill-size", "256", split, str(ranks)),
+            *("--chunked-prefill-size", "256", *whole, split, str(ranks)),
         ),
         environment={
             **({"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if ranks == 2 else {}),
@@ -59,7 +60,7 @@ def spec(kind: str, page_size: int, disk: Path) -> ServerSpec:
     )
 
 
-TWO_RANKS, TWO_STAGES = "-tp2", "-pp2"
+TWO_RANKS, TWO_STAGES, WHOLE_WINDOWS = "-tp2", "-pp2", "-whole"
 SERVERS = (
     *(("tiny", 1), ("tiny", 16), ("tiny-mla", 1), ("tiny-mla", 16)),
     *(("tiny-moe", 16), ("tiny-mixtral", 1), ("tiny-glm", 16), ("tiny-mla-moe", 16)),
@@ -68,7 +69,9 @@ SERVERS = (
 """Models and page sizes."""
 RANKS = (("tiny-moe-tp2", 16), ("tiny-mla-tp2", 16), ("tiny-mla-moe-tp2", 16), ("tiny-gemma3-tp2", 16))
 STAGES = (("tiny-untied-pp2", 16), ("tiny-moe-pp2", 16))
-"""The same on two ranks, and in two stages, in the comparison and its twin alone."""
+WHOLE = (("tiny-spark-whole", 16),)
+"""The same on two ranks, in two stages, and with windows of which all KV is kept, in the comparison and its
+twin alone."""
 SLOW = ("tiny-mla", "tiny-mla-moe")
 """Latent attention costs ten times as much on a CPU."""
 LONG = {"tiny": 200, "tiny-mla": 20}
@@ -137,7 +140,7 @@ def conversations_of(server: ServerProcess, long_run: bool) -> int:
 
 
 @pytest.mark.timeout(3600)
-@on(("tiny", 1), ("tiny-mla", 16), ("tiny-moe", 16), more=(*RANKS, *STAGES))
+@on(("tiny", 1), ("tiny-mla", 16), ("tiny-moe", 16), more=(*RANKS, *STAGES, *WHOLE))
 def test_hits_of_every_kind_give_the_cold_answer(server: ServerProcess, long_run: bool) -> None:
     count = conversations_of(server, long_run)
     conversations = random_conversations(
@@ -186,7 +189,7 @@ def fill(server: ServerProcess, tokens: int, seed: int) -> None:
         server.generate([rng.randrange(100, 30_000) for _ in range(800)], max_new_tokens=1)
 
 
-@on(("tiny", 1), ("tiny-mla", 16), ("tiny-moe", 16), more=(*RANKS, *STAGES))
+@on(("tiny", 1), ("tiny-mla", 16), ("tiny-moe", 16), more=(*RANKS, *STAGES, *WHOLE))
 def test_one_damaged_bit_in_dram_is_seen(server: ServerProcess) -> None:
     """The twin: if this did not fail, the test above would prove nothing."""
     server.flush()

@@ -74,7 +74,15 @@ STATES = Kind(
     ),
     8,
 )
-KINDS = [pytest.param(WINDOWS, id="windows"), pytest.param(STATES, id="states", marks=pytest.mark.long)]
+LISTED = replace(WINDOWS, flags=(*WINDOWS.flags, "--attention-backend", "intel_amx"))
+KINDS = [
+    pytest.param(WINDOWS, id="windows"),
+    pytest.param(STATES, id="states", marks=pytest.mark.long),
+    *(
+        pytest.param(replace(kind, model=model), id=model, marks=pytest.mark.long)
+        for model, kind in (("tiny-mimo", LISTED), ("tiny-gemma4", LISTED), ("tiny-step", WINDOWS))
+    ),
+]
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -39,12 +39,6 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("decode-faults")
 
 
-@pytest.fixture(scope="module")
-def truth(preloaded_servers: None) -> Iterator[ServerProcess]:
-    with ServerProcess(replace(TRUTH, model=MODEL)) as server:
-        yield server
-
-
 @dataclass(frozen=True)
 class Kind:
     """The stages of prefill and of decode, and flags of prefill's."""
@@ -52,6 +46,7 @@ class Kind:
     prefill: int
     decode: int
     flags: tuple[str, ...] = ()
+    model: str = MODEL
 
 
 KINDS = {
@@ -60,14 +55,24 @@ KINDS = {
     "2-to-1-basic": Kind(2, 1, ("--kv-pd-caching", "basic")),
     "1-to-2": Kind(1, 2),
     "2-to-2": Kind(2, 2, DRAM),
+    "tiny-moe-2-to-2": Kind(2, 2, DRAM, "tiny-moe"),
 }
 
 
 @pytest.fixture(scope="module", params=KINDS.values(), ids=KINDS)
-def pd(request: pytest.FixtureRequest, faults: Path) -> Iterator[PdServers]:
-    kind: Kind = request.param
+def kind(request: pytest.FixtureRequest) -> Kind:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def truth(kind: Kind, get_server: Callable[[ServerSpec], ServerProcess]) -> ServerProcess:
+    return get_server(replace(TRUTH, model=kind.model))
+
+
+@pytest.fixture(scope="module")
+def pd(kind: Kind, faults: Path) -> Iterator[PdServers]:
     common = (*COMMON, "--page-size", "16", "--kv-pd-caching", "1")
-    base = ServerSpec(model=MODEL, flags=common, environment={**STRICT, **STAGES})
+    base = ServerSpec(model=kind.model, flags=common, environment={**STRICT, **STAGES})
     prefill = replace(base, flags=(*base.flags, "--pp-size", str(kind.prefill), *kind.flags))
     decode = replace(
         base,
@@ -105,7 +110,7 @@ def test_one_damaged_bit_is_another_answer(pd: PdServers, truth: ServerProcess, 
 
 
 def test_weights_updated_on_one_side_end_requests_until_the_other_has_them_too(
-    pd: PdServers, truth: ServerProcess, tmp_path: Path
+    kind: Kind, pd: PdServers, truth: ServerProcess, tmp_path: Path
 ) -> None:
     """A stage loads them when the one before it has: until then requests end as well."""
 
@@ -114,5 +119,9 @@ def test_weights_updated_on_one_side_end_requests_until_the_other_has_them_too(
         return [why_it_failed(each) for each in both] == [None, None]
 
     one_side_is_updated_first(
-        pd, truth, tmp_path, MODEL, lambda: wait_until(answers, seconds=60, what="all stages' new weights")
+        pd,
+        truth,
+        tmp_path,
+        kind.model,
+        lambda: wait_until(answers, seconds=60, what="all stages' new weights"),
     )

@@ -39,11 +39,14 @@ class Kind:
     flags: tuple[str, ...] = ("--dp-size", str(REPLICAS))
 
 
+ATTENTION = ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention")
 KINDS = {
     "tiny": Kind("tiny"),
-    "tiny-mla-moe-attention": Kind(
-        "tiny-mla-moe", ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention")
-    ),
+    "tiny-moe": Kind("tiny-moe"),
+    "tiny-mla": Kind("tiny-mla"),
+    "tiny-gemma3": Kind("tiny-gemma3"),
+    "tiny-moe-attention": Kind("tiny-moe", ATTENTION),
+    "tiny-mla-moe-attention": Kind("tiny-mla-moe", ATTENTION),
 }
 
 

@@ -42,7 +42,14 @@ STATES = (
     *("--max-mamba-cache-size", "16"),
 )
 WINDOWS = ("--page-size", "16", "--swa-full-tokens-ratio", "0.5")
-MODELS = {"tiny-spark": WINDOWS, "tiny-gdn": STATES}
+LISTED = ("--attention-backend", "intel_amx")
+MODELS = {
+    "tiny-spark": WINDOWS,
+    "tiny-gdn": STATES,
+    "tiny-mimo": (*WINDOWS, *LISTED),
+    "tiny-gemma4": (*WINDOWS, *LISTED),
+    "tiny-step": WINDOWS,
+}
 ENVIRONMENT = {"SGLANG_MAMBA_CONV_DTYPE": "float32", **STRICT}
 
 
@@ -63,7 +70,7 @@ class Lone:
 
 @pytest.fixture(
     scope="module",
-    params=["tiny-spark", "tiny-gdn"],
+    params=list(MODELS),
 )
 def lone(request: pytest.FixtureRequest) -> Lone:
     rng = random.Random(3)
