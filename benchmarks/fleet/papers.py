@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -61,7 +62,7 @@ class PapersOptions(Options):
     """The flags of this benchmark."""
 
     parts: tuple[str, ...] = flag(
-        ("memserve", "symphony", "symphony-own", "kvdirect", "kvdirect-own"),
+        ("memserve", "memserve-designs", "symphony", "symphony-own", "kvdirect", "kvdirect-own"),
         "Papers; -own: with the bytes or the time a token that the paper has.",
         metavar="NAME",
         several="append",
@@ -125,6 +126,17 @@ class Recomputed:
             yield dataclasses.replace(turn, key=mark + turn.key[len(mark) :])
 
 
+@dataclass(frozen=True, slots=True)
+class Continued(NamedSession):
+    """A session whose answers are what the next prompt has behind the one before."""
+
+    def turns(self) -> Iterator[Turn]:
+        turns = list(super(Continued, self).turns())
+        for turn, after in itertools.zip_longest(turns, turns[1:]):
+            said = b"" if after is None else after.key[len(turn.key) :][: len(turn.answer)]
+            yield dataclasses.replace(turn, answer=said + turn.answer[len(said) :])
+
+
 # -- MemServe -----------------------------------------------------------------------------------------
 
 
@@ -137,26 +149,76 @@ def memserve(options: PapersOptions, report: Report) -> None:
     for share in (1, 2):
         for rate in options.pick((60.0, 100.0), quick=(60.0,), tiny=(60.0,)):
             found = {}
-            for policy in ("session", "prompt-tree", "cost"):
+            for policy, caching in itertools.product(("session", "prompt-tree", "cost"), (2, 3)):
                 settings = Settings(
                     prefill=3, decode=1, instances=4, policy=policy, hbm=hbm, dram=1, fetch=False,
-                    requests=10_000, chunk=8192, layers=40, network=NVLINK, pd_caching=2,
+                    requests=10_000, chunk=8192, layers=40, network=NVLINK, pd_caching=caching,
                 )  # fmt: skip
                 sessions = arriving(repeated(documents, share), rate, SEED)
-                found[policy] = _run(settings, profile, map(NamedSession, _ordered(sessions)))
-            for policy, outcome in found.items():
+                found[policy, caching] = _run(settings, profile, map(NamedSession, _ordered(sessions)))
+            for (policy, caching), outcome in found.items():
                 p99 = percentile(outcome.ttft, 99)
                 report.add(
                     "MemServe, figure 15: LooGLE, 3P1D, Llama-2-13B at TP 2, 800 KiB a token",
                     share_ratio=share,
                     sessions_per_s=rate,
                     policy=policy,
+                    pd_caching=caching,
                     kib_a_token=profile.kv_bytes_per_token / KIB,
                     p99_ms=p99 * 1e3,
-                    p99_vs_session=p99 / percentile(found["session"].ttft, 99),
+                    p99_vs_session=p99 / percentile(found["session", 2].ttft, 99),
                     reused=sum(outcome.hits.values()) / outcome.prompt_tokens,
                     capacity_used=outcome.capacity_used,
                 )
+
+
+DESIGNS = {
+    "3 colocated, nothing cached": {},
+    "3 colocated": {},
+    "1P2D, nothing cached": {"prefill": 1, "decode": 2},
+    "1P2D, caching 1": {"prefill": 1, "decode": 2},
+    "1P2D, caching 2": {"prefill": 1, "decode": 2, "pd_caching": 2},
+    "1P2D, caching 3": {"prefill": 1, "decode": 2, "pd_caching": 3},
+}
+"""Settings of figure 8's systems."""
+
+
+def memserve_designs(options: PapersOptions, report: Report) -> None:
+    """Figure 8: ShareGPT, three colocated instances, and one that prefills beside two that decode."""
+    talks = [talk for talk in sharegpt(data_folder(), options.pick(400, quick=80, tiny=6)) if talk.requests]
+    profile = costs(LLAMA_2_13B, DEVICES["h100"], 2, NVLINK)
+    hbm = int((2 * 80 * GB * 0.9 - 26 * GB) / profile.kv_bytes_per_token / BLOCK_TOKENS)
+    for rate in options.pick((3.0, 9.0, 15.0), quick=(9.0,), tiny=(9.0,)):
+        found = {}
+        for design, changes in DESIGNS.items():
+            settings = checked(
+                Settings(
+                    instances=3, policy="prompt-tree", hbm=hbm, dram=1, fetch=False, requests=10_000,
+                    chunk=8192, layers=40, network=NVLINK, **changes,
+                )
+            )  # fmt: skip
+            sessions: Iterator[Session] = map(Continued, _ordered(arriving(talks, rate, SEED)))
+            if "nothing" in design:
+                sessions = map(Recomputed, sessions)
+            found[design] = _run(settings, profile, sessions)
+        first = found["3 colocated, nothing cached"]
+        for design, outcome in found.items():
+            row = {"sessions_per_s": rate, "design": design}
+            for name in ("ttft", "jct"):
+                times, before = getattr(outcome, name), getattr(first, name)
+                mean = sum(times) / len(times)
+                row |= {
+                    f"{name}_ms": mean * 1e3,
+                    f"{name}_vs_first": mean / (sum(before) / len(before)),
+                    f"{name}_p99_vs_first": percentile(times, 99) / percentile(before, 99),
+                }
+            report.add(
+                "MemServe, figure 8: ShareGPT, Llama-2-13B at TP 2",
+                **row,
+                reused=sum(outcome.hits.values()) / outcome.prompt_tokens,
+                between_gb=outcome.link_bytes["between instances"] / GB,
+                capacity_used=outcome.capacity_used,
+            )
 
 
 def _ordered(sessions: Sequence[SimSession]) -> list[SimSession]:
@@ -376,6 +438,7 @@ def _latencies(apart: Outcome, both: Outcome) -> dict[str, float]:
 
 PARTS: dict[str, Callable[[PapersOptions, Report], None]] = {
     "memserve": memserve,
+    "memserve-designs": memserve_designs,
     "symphony": functools.partial(symphony, kv_bytes=128 * KIB),
     "symphony-own": functools.partial(symphony, kv_bytes=SYMPHONYS_BYTES),
     "kvdirect": kvdirect,

@@ -146,12 +146,14 @@ class Agent:
 class Channel:
     """The router's channel to one agent."""
 
-    __slots__ = ("agent", "alive", "beats", "registration")
+    __slots__ = ("agent", "alive", "beat", "beats", "registration")
 
     def __init__(self, registration: Registration) -> None:
         self.registration = registration
         self.agent: Agent | None = None
         self.alive = False
+        self.beat: Beat | None = None
+        """The last heartbeat that has come."""
         self.beats: asyncio.TimerHandle | None = None
 
 
@@ -173,6 +175,11 @@ class Channels(AgentChannels):
     def registration(self, name: str) -> Registration | None:
         channel = self._channels.get(name)
         return channel.registration if channel is not None and channel.alive else None
+
+    def beat(self, name: str) -> Beat | None:
+        """See ``SpillChannels``."""
+        channel = self._channels.get(name)
+        return channel.beat if channel is not None and channel.alive else None
 
     def send(self, name: str, message: ToAgent) -> bool:
         channel = self._channels.get(name)
@@ -257,6 +264,7 @@ class Channels(AgentChannels):
         """As `agent_link.Link` takes messages."""
         match message:
             case Beat():
+                channel.beat = message
                 self.loads(name, message.load)
             case Welcome():
                 self._index.began(name, message.epoch, message.naming)

@@ -25,6 +25,7 @@ from sglang_ext.engine.ranks import Ranks
 from sglang_ext.engine.tiers.dram_tier import DramTier
 from sglang_ext.engine.tiers.hbm_tier import HbmTier
 from sglang_ext.engine.tiers.promotions import Promotions
+from sglang_ext.engine.tiers.spilled import Spilled
 from sglang_ext.engine.tiers.write_down import WriteDown
 from sglang_ext.engine.weights import Weights
 from sglang_ext.geometry import BlockLayout
@@ -130,15 +131,19 @@ class Engine:
                 self.store, self.write_down, self.wires, self.wires, self.ranks, self.moves,
                 namespace=self.weights.namespace, on_result=on_fetch,
             )  # fmt: skip
+        self.spilled: Spilled | None = None
+        if self.peers is not None and settings.for_others:
+            self.spilled = Spilled(self.dram, settings.for_others, clock)
         ahead = fetch_nothing if self.peers is None else self.peers.fetch_ahead
         advice = Advice(self.prefetcher, on_hint, fetch_ahead=ahead)
         planners: list[Planner | None] = [
             self.peers, self.prefill_clock, self.load_back, self.prefetcher, advice, self.write_down,
-            self.promotions,
+            self.spilled, self.promotions,
         ]  # fmt: skip
         self.planners = [each for each in planners if each is not None]
         """In the order in which a server's cache calls them (``patches.adapter.build``)."""
-        self._acting = [self.peers, self.prefetcher, advice] if self.peers else [self.prefetcher, advice]
+        acting: list[Planner | None] = [self.peers, self.prefetcher, advice, self.spilled]
+        self._acting = [each for each in acting if each is not None]
 
     def make_slots(self, tokens: int) -> tuple[Any, Any]:
         """The allocator of so many slots, and the operations on them (`SlotOps`)."""
@@ -173,7 +178,12 @@ class Engine:
         """Of heartbeats."""
         return (
             Fill(Tier.HBM.level, self.tree.blocks_of(self.hbm), self.hbm_tier.n_blocks),
-            Fill(Tier.DRAM.level, self.dram.used_blocks, self.dram.n_blocks),
+            Fill(
+                Tier.DRAM.level,
+                self.dram.used_blocks,
+                self.dram.n_blocks,
+                0 if self.spilled is None else self.spilled.shown,
+            ),
             *(
                 Fill(tier.level, used, size)
                 for tier, (used, size) in (

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 
 from sglang_ext.cost_model import CostModel
 from sglang_ext.cost_model.batch import Batching
+from sglang_ext.engine.pd.returns import room
 from sglang_ext.engine.peers.fetch_results import FetchResult
 from sglang_ext.engine.prefetch.hbm_prefetch import PrefetchResult
 from sglang_ext.engine.tiers.promotion import Wanted
@@ -33,7 +34,7 @@ from sglang_ext.simulator.disk import NamedDisk
 from sglang_ext.simulator.engine import LOAD_MIN_TOKENS, Engine
 from sglang_ext.simulator.links import Network
 from sglang_ext.simulator.memory import RETRACT_STEPS, NewTokenRatio, PassBudget
-from sglang_ext.simulator.peers import Arrivals, Wires
+from sglang_ext.simulator.peers import Arrivals, Return, Returns, Wires
 from sglang_ext.simulator.settings import BLOCK_TOKENS, Settings
 from sglang_ext.simulator.virtual_time import VirtualClock
 from sglang_ext.simulator.workload import Observed
@@ -88,6 +89,8 @@ class Job:
     """It ends here with its prompt, whose KV is kept until another instance has it."""
     looked: bool = False
     """The disk was looked at for it."""
+    home: str = ""
+    """The prefill instance that has computed its prompt, at a decode instance."""
 
     @property
     def tokens(self) -> int:
@@ -173,6 +176,16 @@ class Instance:
         self.engine = self.engine_type(
             name, epoch, settings, model, clock, loop, network, own, self.wake, on_hint, on_fetch, disk
         )
+        self._wires = wires
+        self.returns: Returns | None = None
+        if role is Role.PREFILL and settings.pd_caching > 2:
+            engine = self.engine
+            self.returns = Returns(
+                name, engine.store, engine.moves, engine.dram.block_bytes, wires, self.wake
+            )
+            wires.homes[name] = self._take_back
+        self._kept_back = 0
+        """Blocks that are locked until prefill has them."""
         self._published = published
         self._waiting: deque[Job] = deque()
         self._cut: Job | None = None
@@ -322,6 +335,7 @@ class Instance:
     def receive(self, job: Job, source: str) -> None:
         """A prefill instance has computed the prompt of a request."""
         self.work.requests += 1
+        job.home = source
         self.arrivals.add(job, source)
 
     def handed_over(self, job: Job) -> None:
@@ -351,6 +365,44 @@ class Instance:
         job.first.set_result(None)
         self._go_on(job)
         self.wake()
+
+    def _give_back(self, job: Job) -> None:
+        """Keep the blocks of a request that has ended until prefill has them (``ReturnSender``)."""
+        tree, hbm = self.engine.tree, self.engine.hbm
+        key = job.text[:-TOKEN_BYTES]
+        path = room.held(tree, hbm, job.namespace, key)
+        blocks = sum(node.blocks for node in path)
+        if not blocks or not room.may_lock(self._kept_back, blocks, self._settings.hbm):
+            return
+        tree.lock(path[-1], hbm)
+        self._kept_back += blocks
+        node = path[-1]
+
+        def over() -> None:
+            if not self._dead:
+                self._kept_back -= blocks
+                tree.unlock(node, hbm)
+                self.wake()
+
+        back = Return(job.namespace, key[: blocks * BLOCK_BYTES], self.name, lambda: not self._dead, over)
+        take = self._wires.homes.get(job.home)
+        self._wires.network.later(self._wires.latency_s, over if take is None else lambda: take(back))
+
+    def _take_back(self, back: Return) -> None:
+        """A decode instance has KV for this one."""
+        assert self.returns is not None
+        if self._dead:
+            back.over()
+        elif self.computing:
+            self.after_pass(lambda _: self._take_back(back))
+        else:
+            self.returns.take(back, busy=bool(self._waiting))
+            self.wake()
+
+    @property
+    def returned_blocks(self) -> int:
+        """That decode instances have given back."""
+        return 0 if self.returns is None else self.returns.blocks
 
     def _go_on(self, job: Job) -> None:
         """A pass has made a token of a request's answer; steps make the others."""
@@ -389,6 +441,9 @@ class Instance:
             self._turn_at.cancel()
         self.engine.close()
         self.arrivals.close()
+        if self.returns is not None:
+            self.returns.close()
+            self._pass_ended()  # returns that wait for the pass end here
         return [*self._waiting, *([self._cut] if self._cut else ()), *(job for _, _, job in self._running)]
 
     def wake(self) -> None:
@@ -718,6 +773,8 @@ class Instance:
             job.owned += job.output - job.made
             job.made = job.output
         self._keep(job, job.text, max(job.tokens, job.length - 1))
+        if job.home and self._settings.pd_caching > 2:
+            self._give_back(job)
         self._release(job)
         self.work.held_token_s += (job.tokens + job.output) * (self._loop.time() - job.admitted_at)
         if not job.last.done():

@@ -1,4 +1,4 @@
-"""KV between simulated instances in virtual time: reads, as by `engine.peers`, and hand-overs.
+"""KV between simulated instances in virtual time: reads, as by `engine.peers`, hand-overs, and returns.
 
 The holder publishes an export under its name; the reader asks for it, and the bytes cross the holder's
 outgoing link and the reader's incoming one, which other reads share (`links`).
@@ -9,11 +9,17 @@ from __future__ import annotations
 import functools
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from sglang_ext.engine.movers.mover import BlockIds
+from sglang_ext.engine.moves.move import Move, MovePlanner
+from sglang_ext.engine.moves.moves import Moves
+from sglang_ext.engine.moves.sources import FromPeer
+from sglang_ext.engine.pd.returns import room
+from sglang_ext.mempool.ledger import Committed
+from sglang_ext.mempool.store import Refusal, Store
 from sglang_ext.simulator.links import Flow, Network, SharedLink
 
 J = TypeVar("J")
@@ -56,6 +62,8 @@ class Wires:
     def __init__(self, network: Network, bytes_per_s: float, latency_s: float) -> None:
         self.network, self._bytes_per_s, self.latency_s = network, bytes_per_s, latency_s
         self.ends: dict[str, PeerWires] = {}
+        self.homes: dict[str, Callable[[Return], None]] = {}
+        """By prefill instance, a function that takes back KV."""
         self.took: dict[str, float] = {}
         """Observed seconds of reads, by export; infinite for a failed one."""
         self._links: dict[tuple[str, str], SharedLink] = {}
@@ -270,3 +278,83 @@ class Arrivals(Generic[J]):
             self._wires.network.stop(flow)
         self.coming.clear()
         self.waiting.clear()
+
+
+@dataclass(eq=False)
+class Return:
+    """KV of a request that has ended at decode, for the prefill instance that has computed its prompt.
+
+    namespace, key: its tokens with KV, whole blocks. decode: the instance. lives: whether it does.
+    over: called when decode need not keep the KV any more.
+    """
+
+    namespace: Hashable
+    key: bytes
+    decode: str
+    lives: Callable[[], bool]
+    over: Callable[[], None]
+
+
+@dataclass(eq=False, kw_only=True)
+class _ReturnMove(Move):
+    back: Return
+
+
+class Returns(MovePlanner):
+    """The returns that a prefill instance takes (``return_receiver.ReturnReceiver``).
+
+    Args:
+        name: of the instance.
+        store, moves: its own.
+        block_bytes: of a block.
+        wires: between all instances.
+        wake: called when KV has come.
+    """
+
+    def __init__(
+        self, name: str, store: Store, moves: Moves, block_bytes: int, wires: Wires, wake: Callable[[], None]
+    ) -> None:
+        self._name, self._store, self._moves, self._wires = name, store, moves, wires
+        self._block_bytes, self._wake = block_bytes, wake
+        self.blocks = 0
+        """That were taken."""
+
+    def take(self, back: Return, *, busy: bool) -> None:
+        """Reserve memory for the KV, and read it. Between two passes.
+
+        Args:
+            busy: requests wait for memory.
+        """
+        found = room.reserve(self._store, back.namespace, back.key, busy=busy, into_dram=True)
+        if isinstance(found, Refusal):
+            self._wires.network.later(self._wires.latency_s, back.over)
+            return
+        read = Read(back.decode, "")
+
+        def done() -> None:
+            read.flow = None
+            read.read = read.layers_in = found.blocks if back.lives() else 0
+            read.why = "" if read.read else "gone"
+            self._wake()
+
+        def cancel() -> None:
+            if read.flow is not None:
+                self._wires.network.stop(read.flow)
+                read.flow, read.read, read.why = None, 0, "cancelled"
+
+        links = (self._wires.link(back.decode, "out"), self._wires.link(self._name, "in"))
+        read.flow = self._wires.network.start(found.blocks * self._block_bytes, links, done)
+        source = FromPeer(read, found.blocks, lambda: not read.why, cancel)
+        self._moves.fill(_ReturnMove(planner=self, whole=True, back=back), found, source)
+
+    def ended(self, move: _ReturnMove, blocks: int, done: Committed | None) -> None:
+        self.blocks += 0 if done is None else done.fresh
+        self._wires.network.later(self._wires.latency_s, move.back.over)
+
+    def close(self) -> None:
+        """The process ends: decode need not keep any KV for it."""
+        for move in self._moves.of(self):
+            assert isinstance(move, _ReturnMove)
+            assert move.source is not None
+            move.source.cancel()
+            self._wires.network.later(self._wires.latency_s, move.back.over)

@@ -24,6 +24,7 @@ from sglang_ext.router.dispatch.flight import Flight
 from sglang_ext.router.dispatch.pausing import Pausing
 from sglang_ext.router.dispatch.program_gate import ProgramGate
 from sglang_ext.router.dispatch.queueing import Admission, QueueFull, QueueTimeout, Waiting
+from sglang_ext.router.dispatch.spilling import Spilling
 from sglang_ext.router.endpoints.retry_budget import RetryBudget
 from sglang_ext.router.fleet.fleet import Fleet
 from sglang_ext.router.hints.advising import Advisor
@@ -38,6 +39,7 @@ from sglang_ext.router.placing.costs import RouterCosts
 from sglang_ext.router.placing.fetching import Fetching
 from sglang_ext.router.placing.placing import Placement, PlacingOptions
 from sglang_ext.router.policies import PolicyOptions, policy_named
+from sglang_ext.router.policies.spilling import SpillTerms
 from sglang_ext.router.telemetry.observability import RouterMetrics
 from sglang_ext.router.telemetry.record import Record
 from sglang_ext.router.tenancy.admitted import Admitted, Sent
@@ -152,7 +154,15 @@ class SimulatedRouter:
             self.advisor, self._sessions, self.costs, self.gate, metrics, clock,
             share=settings.learnt_hints, longest_s=HintLimits().ttl_s,
         )  # fmt: skip
-        for forget in (self.index.forget, self.costs.forget, self.fetching.forget):
+        self.spilling = Spilling(
+            SpillTerms(
+                full=settings.spill_above,
+                idle=settings.spill_above * SpillTerms.IDLE,
+                tenant_blocks=settings.spill_blocks,
+            ),
+            self.fleet, self.index, self.channels, metrics, clock, new_id=new_id,
+        )  # fmt: skip
+        for forget in (self.index.forget, self.costs.forget, self.fetching.forget, self.spilling.forget):
             self.fleet.restarted.subscribe(forget)
         self.counts: Counter[str] = Counter()
 
@@ -275,7 +285,7 @@ class SimulatedRouter:
             self.index.confirm(prompt.namespace, prompt.key, name)
             with load.until_lost():
                 await job.last
-            self.index.confirm(prompt.namespace, job.key + job.answer, name)
+            self._learn(flight, prompt, job, name)
         self._answered(flight, turn, job, job, name, arrived, first, self._clock.monotonic() + back_s)
 
     async def _pair(
@@ -322,13 +332,19 @@ class SimulatedRouter:
                     first_half = None
                 with load.until_lost():
                     await job.last
-                self.index.confirm(prompt.namespace, job.key + job.answer, decode)
+                self._learn(flight, prompt, job, decode)
         finally:
             if first_half is not None:
                 first_half.handed_over(half)
         flight.failed = None
         job.hits = half.hits
         self._answered(flight, turn, job, half, name, arrived, first, self._clock.monotonic() + lag_s)
+
+    def _learn(self, flight: Flight, prompt: Encoded, job: Job, name: str) -> None:
+        """An instance has the KV of a request's prompt and answer (`Relay._learn`)."""
+        key = job.key + job.answer
+        self.index.confirm(prompt.namespace, key, name)
+        self.spilling.learn(flight, prompt.namespace, key)
 
     def _answered(
         self,
@@ -409,6 +425,11 @@ class SimulatedRouter:
 
     def _caller(self, tenant: int) -> Caller:
         return Caller(tenant=f"tenant-{tenant}") if self._settings.tenants > 1 else Caller()
+
+    async def spill(self) -> None:
+        """Look for full instances, as the router's rounds do."""
+        while True:
+            await self._clock.sleep(await self.spilling.next_round())
 
     async def tick(self) -> None:
         """Expire hints and prefixes, as the router's rounds do."""

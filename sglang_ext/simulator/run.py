@@ -165,6 +165,8 @@ class Simulation:
         for number in range(self.settings.instances):
             self.start(number)
         self._rounds.append(asyncio.ensure_future(self.router.tick()))
+        if self.settings.for_others:
+            self._rounds.append(asyncio.ensure_future(self.router.spill()))
         if self.announcements:
             self._rounds.append(asyncio.ensure_future(self._announce_all()))
         if self.settings.failures:
@@ -284,6 +286,7 @@ class Simulation:
             namespace=self.kinds.get(name, "simulated"),
             endpoints=(name,) if self._exports(name, role) else (),
             role=role.value,
+            for_others=self.settings.for_others if self._exports(name, role) else 0,
         )
         facts = InstanceFacts(
             MODEL, "1", str(epoch), role.value, "", batching=Batching(chunk=self.settings.chunk)
@@ -335,6 +338,8 @@ class Simulation:
             ("tokens of decode steps", work.generated_tokens),
             ("retracted requests", work.retracted),
             ("fetched blocks", _fetched(instance)),
+            ("blocks kept for others", _kept(instance)),
+            ("returned blocks", instance.returned_blocks),
         ):
             counts[name] = counts.get(name, 0) + count
         links = self.outcome.link_bytes
@@ -395,6 +400,11 @@ class Simulation:
         assert index.given_up_blocks + index.evicted_blocks == 0, "the index has no room"
         for instance in self.instances.values():
             instance.check()
+
+
+def _kept(instance: Instance) -> int:
+    spilled = instance.engine.spilled
+    return 0 if spilled is None else spilled.counters.kept
 
 
 def _fetched(instance: Instance) -> int:

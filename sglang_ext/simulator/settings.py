@@ -34,7 +34,8 @@ class Settings:
     decode: int = 0
     """Instances that only decode."""
     pd_caching: int = 1
-    """See ``--kv-pd-caching``: 2: decode keeps KV for later requests, too."""
+    """See ``--kv-pd-caching``: 2: decode keeps KV for later requests, too; 3: it gives prefill what it has
+    computed."""
     chunk: int = 2048
     """Prompt tokens of a forward pass (``--chunked-prefill-size``)."""
     running: int = 256
@@ -50,6 +51,13 @@ class Settings:
     """Bytes a second of an instance's network, in each direction."""
     fetch: bool = True
     """Instances fetch KV from each other."""
+    for_others: int = 0
+    """Blocks of its DRAM that an instance keeps for those whose DRAM is full (``--kv-dram-size
+    for-others``)."""
+    spill_above: float = 0.9
+    """Share of its DRAM from which an instance is full."""
+    spill_blocks: int = 4096
+    """Blocks that are kept so for one tenant (``--tenant-limits spill-blocks``)."""
     observed: bool = True
     """Requests of a recording take the times that were observed; off: those of the cost model."""
     closed: bool = False
@@ -87,7 +95,7 @@ class Settings:
 
 _MULTIPLES: Final = (
     "instances", "requests", "rate", "hbm", "dram", "disk", "disk_read", "disk_write", "chunk", "running",
-    "network", "queue_weight", "exec_weight", "crowd",
+    "network", "for_others", "queue_weight", "exec_weight", "crowd",
 )  # fmt: skip
 FIELD: Final = "--what-if"
 
@@ -136,8 +144,18 @@ def checked(settings: Settings) -> Settings:
     for name in ("disk", "disk_read", "disk_write"):
         if getattr(settings, name) < 0 or (settings.disk and not getattr(settings, name)):
             raise ConfigError(f"{name} must be greater than 0", field=FIELD)
-    if settings.pd_caching not in (1, 2):
-        raise ConfigError("pd_caching is 1 or 2; returns to prefill (3) are not simulated", field=FIELD)
+    if settings.pd_caching not in (1, 2, 3):
+        raise ConfigError("pd_caching is 1, 2 or 3", field=FIELD)
+    if not 0 <= settings.for_others <= settings.dram or settings.spill_blocks < 0:
+        raise ConfigError(
+            "for_others is at most dram, and neither it nor spill_blocks is negative", field=FIELD
+        )
+    if not 0 < settings.spill_above <= 1:
+        raise ConfigError("spill_above must be greater than 0, and at most 1", field=FIELD)
+    if settings.for_others and not settings.fetch:
+        raise ConfigError(
+            "for_others needs fetch=on: blocks are kept for others by fetching them", field=FIELD
+        )
     if settings.prefill or settings.decode:
         if settings.prefill < 1 or settings.decode < 1:
             raise ConfigError("prefill and decode need each other", field=FIELD)

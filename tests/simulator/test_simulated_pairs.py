@@ -12,6 +12,7 @@ from sglang_ext.simulator.run import Simulation
 from sglang_ext.simulator.settings import Settings, changed, checked
 from sglang_ext.simulator.virtual_time import VirtualLoop
 from sglang_ext.simulator.workload import mixed
+from sglang_ext.tiers import Tier
 
 FLEET = "requests=80,policy=cost,hbm=1000,dram=1200,fetch=off,rate=1"
 
@@ -48,6 +49,32 @@ def test_decode_is_handed_what_it_lacks() -> None:
     assert kept.link_bytes["between instances"] < 0.8 * without.link_bytes["between instances"]
 
 
+def test_prefill_gets_answers_back() -> None:
+    """With fewer tokens to compute in later turns, of which decode alone had the KV."""
+    kept, returned = run("prefill=2,decode=1,pd_caching=2"), run("prefill=2,decode=1,pd_caching=3")
+    assert kept[1].counts["returned blocks"] == 0
+    blocks = returned[1].counts["returned blocks"]
+    assert blocks > 300
+    assert sum(returned[1].hits.values()) > sum(kept[1].hits.values())
+    nbytes = [found.link_bytes["between instances"] for _, found in (kept, returned)]
+    lent = 16 * CostModel().kv_bytes_per_token
+    assert nbytes[1] > nbytes[0] + 0.5 * blocks * lent
+    for instance in returned[0].instances.values():
+        tree = instance.engine.tree
+        assert tree.locked_blocks_of(instance.engine.hbm) == 0, "nothing stays locked for a return"
+
+
+def test_a_return_whose_decode_instance_dies_leaves_nothing_behind() -> None:
+    for seed in range(3):
+        simulation, outcome = run(
+            f"prefill=2,decode=2,failures=400,restart_s=2,pd_caching=3,network=1e9,seed={seed}"
+        )
+        assert outcome.counts["deaths"] > 3
+        assert outcome.counts["returned blocks"] > 0
+        for instance in simulation.instances.values():
+            assert instance.engine.store.ledger.reserved(Tier.HBM) == 0
+
+
 def test_first_tokens_wait_for_the_network() -> None:
     _, fast = run("prefill=1,decode=1")
     _, slow = run("prefill=1,decode=1,network=5e8")
@@ -66,7 +93,7 @@ def test_a_seed_gives_the_same_outcome() -> None:
     assert run("prefill=1,decode=2")[1].as_json() == run("prefill=1,decode=2")[1].as_json()
 
 
-@pytest.mark.parametrize("what", ["prefill=1", "decode=1", "prefill=1,decode=1,pd_caching=3"])
+@pytest.mark.parametrize("what", ["prefill=1", "decode=1", "prefill=1,decode=1,pd_caching=4"])
 def test_impossible_fleets_are_refused(what: str) -> None:
     with pytest.raises(ConfigError):
         changed(Settings(), what)

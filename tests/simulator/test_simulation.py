@@ -63,6 +63,7 @@ def text(tokens: int, mark: int = 0) -> bytes:
         "instances=3,policy=prompt-tree",
         "instances=3,policy=cost,hints=0.5,tenants=2,most_running=4",
         "instances=4,policy=cost,failures=200,restart_s=5",
+        "instances=4,policy=session,dram=900,for_others=500,spill_above=0.7,failures=100,restart_s=5",
     ],
 )
 def test_every_request_is_answered_and_all_books_agree(what: str) -> None:
@@ -135,6 +136,31 @@ def test_a_prompt_that_another_instance_has_is_fetched_and_not_without_fetching(
     alone = simulated("instances=2,requests=4,policy=round-robin,hbm=2000,fetch=off", iter(sessions))
     assert alone.counts["fetched blocks"] == 0
     assert sum(alone.hits.values()) < sum(found.hits.values())
+
+
+def test_an_idle_instance_keeps_what_a_full_one_would_lose() -> None:
+    """By-session routing has all sessions at one of two instances, whose memory is too small for them."""
+
+    def at_first(name: str) -> bool:
+        found = simulated(
+            "instances=2,policy=session,requests=1", iter([Fixed((Turn(text(40), text(2)),), name=name)])
+        )
+        return next(iter(found.by_instance)).endswith("0.0:30000")
+
+    sessions = []
+    for number, name in enumerate([each for each in map(str, range(24)) if at_first(each)][:8]):
+        first, answer = text(1600, number), text(16, 100 + number)
+        again = first + answer + text(16, 200 + number)
+        turns = Turn(first, answer), Turn(again, text(4, 300 + number), 40.0)
+        sessions.append(Fixed(turns, 2.0 * number, name))
+    fleet = "instances=2,policy=session,hbm=300,dram=500,requests=16"
+    kept = simulated(f"{fleet},for_others=450", iter(sessions))
+    assert kept.counts["blocks kept for others"] > 500
+    assert kept.counts["fetched blocks"] > kept.counts["blocks kept for others"] + 300, "and given back"
+    assert kept.as_json()["reused"] > 0.25
+    for without in ("for_others=0", "for_others=450,spill_blocks=0"):
+        found = simulated(f"{fleet},{without}", iter(sessions))
+        assert found.counts["blocks kept for others"] == sum(found.hits.values()) == 0
 
 
 def test_a_policy_that_follows_prefixes_reuses_more_than_turns() -> None:

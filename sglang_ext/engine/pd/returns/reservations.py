@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from sglang_ext.disagg.runs import Ids
+from sglang_ext.engine.pd.returns.room import BUDGET, held, reserve
 from sglang_ext.engine.peers.arena_leases import DRAM_POOL
 from sglang_ext.engine.transfer_thread import HBM_POOL
 from sglang_ext.mempool.ledger import Reservation, Use
@@ -18,9 +19,6 @@ from sglang_ext.tiers import Tier
 
 if TYPE_CHECKING:
     from sglang_ext.engine.cache.rank_cache import RankCache
-
-BUDGET = 4
-"""At most ``1 / BUDGET`` of a tier is reserved for returns."""
 
 
 class Blocks:
@@ -34,8 +32,7 @@ class Blocks:
 
     def held(self, namespace: Hashable, key: bytes) -> tuple[Node, list[Any], int]:
         """The blocks of a prompt in HBM: the last node, the slots of each node, and how many blocks."""
-        _, path, _ = self.cache.tree.match(namespace, key)
-        path = [node for node in path if self._hbm in node.placements]
+        path = held(self.cache.tree, self._hbm, namespace, key)
         node = path[-1] if path else self.cache.tree.root
         return node, [each.placements[self._hbm] for each in path], sum(each.blocks for each in path)
 
@@ -87,11 +84,11 @@ class Reservations:
 
         busy: whether requests wait for memory, which come first.
         """
-        store = self.blocks.cache.store
-        found = store.reserve(Tier.HBM, namespace, key, Use.RETURN, whole=True, share=BUDGET, lose=not busy)
-        if found is not Refusal.NO_ROOM or not self._into_dram or self.blocks.cache.dram is None:
-            return found
-        return store.reserve(Tier.DRAM, namespace, key, Use.RETURN, whole=True, share=self.dram_budget)
+        cache = self.blocks.cache
+        into_dram = self._into_dram and cache.dram is not None
+        return reserve(
+            cache.store, namespace, key, busy=busy, into_dram=into_dram, dram_budget=self.dram_budget
+        )
 
     def target(self, reservation: Reservation) -> tuple[str, Ids]:
         """The endpoint's pool that a reservation is in, and its blocks there."""

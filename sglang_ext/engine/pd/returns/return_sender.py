@@ -17,7 +17,8 @@ from sglang_ext.engine.forward_fence import until_passed
 from sglang_ext.engine.pd.agent import Agent
 from sglang_ext.engine.pd.messages import RETURN_SECONDS, Return, ReturnEnd
 from sglang_ext.engine.pd.peers import PrefillPeer
-from sglang_ext.engine.pd.returns.reservations import BUDGET, Blocks
+from sglang_ext.engine.pd.returns.reservations import Blocks
+from sglang_ext.engine.pd.returns.room import may_lock
 from sglang_ext.engine.transfer_thread import HBM_POOL
 from sglang_ext.errors import SglangExtError
 from sglang_ext.keys import encode_tokens
@@ -121,7 +122,7 @@ class ReturnSender:
         if not count:
             return ReturnEnd.SHORT
         pages = count * self._blocks.step // self._blocks.page
-        if (self._pinned + pages) * BUDGET > self._agent.endpoint.pools[HBM_POOL].blocks:
+        if not may_lock(self._pinned, pages, self._agent.endpoint.pools[HBM_POOL].blocks):
             return ReturnEnd.BUDGET
         self._begun += 1
         name = f"{self._agent.endpoint.config.instance}/{req.bootstrap_room}/{self._begun}"
