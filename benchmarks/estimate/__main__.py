@@ -3,18 +3,12 @@
 Two tiny servers with HBM and DRAM stand behind a router with --record. A trace is played with its lengths
 divided, so that one of its blocks is 16 tokens, and each block's hash drawn as tokens. Then the recording is
 estimated: the fleet that it names, its prompts, none of its hits. The aim: a difference of at most 2 points.
-
-Traces to develop with: the first half of Mooncake's conversations, and sessions with an even SHA-256 of their
-id: coding agents' (kv_cache_tester), and texts of agents and dialogues (lmcache_agent_traces,
-tau_bench_airline). With --held-out, those that are read for final figures only: Mooncake's synthetic trace,
-and the sessions with an odd one.
+With --held-out, the traces are those that are read for final figures only (`traces`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 import os
 import random
 import sys
@@ -23,13 +17,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
 
 import aiohttp
 
-from benchmarks.agents.recorded import FILE, VOCABULARY, held_out
+from benchmarks.estimate.traces import Talk, traces
 from benchmarks.lib.common import SEED, Options, Report, at_most
-from benchmarks.lib.data import data_flag, data_folder, rows
+from benchmarks.lib.data import data_flag, data_folder
 from benchmarks.lib.quiet import DEFAULT, go_first, start_first
 from sglang_ext.cost_model import CostModel
 from sglang_ext.flags import flag
@@ -43,13 +36,6 @@ from tests.support.servers.ports import free_port
 from tests.support.servers.server import ServerProcess, ServerSpec
 
 NAME = "estimate"
-LMCACHE = "lmcache_agent_traces"
-TAU = "tau_bench_airline/gpt-4o-airline.tasks_even.jsonl.gz"
-BLOCK = 16
-TEXT_BYTES = 256
-"""Of a text, that become one block: 64 units of 4 bytes."""
-MOST_BLOCKS = 120
-"""Of a prompt; the context of the tiny model has no more."""
 HBM_TOKENS = 6144
 DRAM = "48MB"
 STREAMS = 3
@@ -65,63 +51,10 @@ class EstimateOptions(Options):
     held_out: bool = flag(False, "Play the traces that are held out.")
 
 
-def mooncake(folder: Path, name: str, count: int) -> list[list[int]]:
-    """Prompts of a Mooncake trace in its order. A block of 512 tokens becomes one of 16."""
-    found = []
-    for row in rows(folder, f"mooncake/{name}"):
-        ids, length = cast(list[int], row["hash_ids"]), int(cast(Any, row["input_length"])) // 32
-        if len(ids) <= MOST_BLOCKS:
-            found.append(_tokens(name, ids, length))
-        if len(found) == count:
-            break
-    return found
-
-
-def coding(folder: Path, count: int, *, held: bool) -> list[list[int]]:
-    """Turns of coding agents' sessions. A block of 64 tokens becomes one of 16."""
-    talks = [_turns(row) for row in rows(folder, FILE) if held_out(str(row["id"])) is held]
-    return _together(talks, count)
-
-
-def recorded_texts(folder: Path, count: int, *, held: bool) -> list[list[int]]:
-    """Requests of `lmcache_agent_traces`: coding agents, and dialogues with a simulated user."""
-    talks = []
-    for path in sorted((folder / LMCACHE).glob("*/*.jsonl.gz")):
-        if held_out(path.name.partition(".")[0]) is held:
-            found = sorted(
-                rows(folder, str(path.relative_to(folder))), key=lambda row: cast(int, row["timestamp"])
-            )
-            talks.append([_of_text("lmcache", str(row["input"])) for row in found])
-    return _together(talks, count)
-
-
-def dialogues(folder: Path, count: int, *, held: bool) -> list[list[int]]:
-    """Requests of `tau_bench_airline`: for each message of the agent, all messages before it. A session is a
-    trial of a task."""
-    talks = []
-    for row in rows(folder, TAU):
-        if held_out(f"{row['task_id']}-{row['trial']}") is held:
-            talk, text = [], ""
-            for message in cast(list[dict[str, Any]], row["traj"]):
-                if message["role"] == "assistant":
-                    talk.append(_of_text("tau", text))
-                text += json.dumps(message)
-            talks.append(talk)
-    return _together(talks, count)
-
-
-def _of_text(name: str, text: str) -> list[int]:
-    """A prompt's beginning: `TEXT_BYTES` of it become a block, whose tokens all text before it decides."""
-    data, chain, found = text.encode(), hashlib.sha256(name.encode()), list[int]()
-    for start in range(0, min(len(data), MOST_BLOCKS * TEXT_BYTES), TEXT_BYTES):
-        chain.update(data[start : start + TEXT_BYTES])
-        size = max(1, len(data[start : start + TEXT_BYTES]) * BLOCK // TEXT_BYTES)
-        found += random.Random(chain.hexdigest()).choices(VOCABULARY, k=size)
-    return found if len(found) > 1 else [VOCABULARY[0], *found, VOCABULARY[1]]
-
-
-def _together(talks: list[list[list[int]]], count: int) -> list[list[int]]:
-    """Turns of sessions in a random order, eight sessions at a time."""
+def _together(talks: list[Talk], count: int) -> list[list[int]]:
+    """Turns of sessions in a random order, eight sessions at a time; of single requests, in their order."""
+    if all(len(talk) == 1 for talk in talks):
+        return [talk[0] for talk in talks[:count]]
     random.Random(SEED).shuffle(talks)
     found: list[list[int]] = []
     open_talks = [iter(talk) for talk in talks[:8]]
@@ -134,26 +67,6 @@ def _together(talks: list[list[list[int]]], count: int) -> list[list[int]]:
             at = open_talks.index(talk)
             open_talks[at : at + 1] = [iter(each) for each in [next(rest, None)] if each is not None]
     return found[:count]
-
-
-def _turns(row: dict[str, Any]) -> list[list[int]]:
-    found = []
-    for each in sorted(row["requests"], key=lambda each: each["t"]):
-        ids = [id for first, count in each.get("hash_runs", ()) for id in range(first, first + count)]
-        # The beginnings of prompts of 90,000 tokens: a session repeats these, too.
-        ids = ids[: MOST_BLOCKS * 4 : 4]
-        if ids:
-            found.append(_tokens("coding", ids, len(ids) * BLOCK + 5))
-    return found[:40]
-
-
-def _tokens(name: str, ids: Sequence[int], length: int) -> list[int]:
-    """A prompt: 16 tokens of each block, which its hash alone decides."""
-    tokens: list[int] = []
-    for id in ids:
-        tokens += random.Random(f"{name}/{id}").choices(VOCABULARY, k=BLOCK)
-    tokens += random.Random(f"{name}/{ids[-1]}/end").choices(VOCABULARY, k=BLOCK)
-    return tokens[: max(2, length)]
 
 
 async def _play(router: Router, prompts: Sequence[list[int]]) -> None:
@@ -210,17 +123,9 @@ async def _measure(prompts: Sequence[list[int]], folder: Path) -> Estimate:
 def run(options: EstimateOptions, report: Report) -> None:
     """Play every trace."""
     folder, count = data_folder(options.data), options.pick(600, quick=200, tiny=20)
-    if options.held_out:
-        name, held = "synthetic_trace.jsonl.gz", True
-    else:
-        name, held = "conversation_trace.first_half.jsonl.gz", False
     largest = 0.0
-    for case, prompts in (
-        (f"mooncake {name.partition('.')[0]}", mooncake(folder, name, count)),
-        ("coding agents", coding(folder, count, held=held)),
-        ("lmcache_agent_traces", recorded_texts(folder, count, held=held)),
-        ("tau_bench_airline", dialogues(folder, count, held=held)),
-    ):
+    for case, talks in traces(folder, held=options.held_out).items():
+        prompts = _together(talks, count)
         with tempfile.TemporaryDirectory() as scratch:
             estimate = asyncio.run(_measure(prompts, Path(scratch)))
         found = estimate.as_json()

@@ -173,14 +173,14 @@ def memserve(options: PapersOptions, report: Report) -> None:
 
 
 DESIGNS = {
-    "3 colocated, nothing cached": {},
-    "3 colocated": {},
-    "1P2D, nothing cached": {"prefill": 1, "decode": 2},
-    "1P2D, caching 1": {"prefill": 1, "decode": 2},
-    "1P2D, caching 2": {"prefill": 1, "decode": 2, "pd_caching": 2},
-    "1P2D, caching 3": {"prefill": 1, "decode": 2, "pd_caching": 3},
+    "3 colocated, nothing cached": (0, 0, 1),
+    "3 colocated": (0, 0, 1),
+    "1P2D, nothing cached": (1, 2, 1),
+    "1P2D, caching 1": (1, 2, 1),
+    "1P2D, caching 2": (1, 2, 2),
+    "1P2D, caching 3": (1, 2, 3),
 }
-"""Settings of figure 8's systems."""
+"""Figure 8's systems: instances that prefill, that decode, and `pd_caching`."""
 
 
 def memserve_designs(options: PapersOptions, report: Report) -> None:
@@ -190,11 +190,12 @@ def memserve_designs(options: PapersOptions, report: Report) -> None:
     hbm = int((2 * 80 * GB * 0.9 - 26 * GB) / profile.kv_bytes_per_token / BLOCK_TOKENS)
     for rate in options.pick((3.0, 9.0, 15.0), quick=(9.0,), tiny=(9.0,)):
         found = {}
-        for design, changes in DESIGNS.items():
+        for design, (prefill, decode, caching) in DESIGNS.items():
             settings = checked(
                 Settings(
                     instances=3, policy="prompt-tree", hbm=hbm, dram=1, fetch=False, requests=10_000,
-                    chunk=8192, layers=40, network=NVLINK, **changes,
+                    chunk=8192, layers=40, network=NVLINK, prefill=prefill, decode=decode,
+                    pd_caching=caching,
                 )
             )  # fmt: skip
             sessions: Iterator[Session] = map(Continued, _ordered(arriving(talks, rate, SEED)))
@@ -203,7 +204,7 @@ def memserve_designs(options: PapersOptions, report: Report) -> None:
             found[design] = _run(settings, profile, sessions)
         first = found["3 colocated, nothing cached"]
         for design, outcome in found.items():
-            row = {"sessions_per_s": rate, "design": design}
+            row: dict[str, float | str] = {"sessions_per_s": rate, "design": design}
             for name in ("ttft", "jct"):
                 times, before = getattr(outcome, name), getattr(first, name)
                 mean = sum(times) / len(times)

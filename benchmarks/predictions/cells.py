@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from sglang_ext.testing.models import model_path
+
 CLOSED: Final = "closed"
 LOADS: Final = {"0.3": 0.3, "0.6": 0.6, "0.85": 0.85, CLOSED: 0.6}
 """Shares of the measured capacity. ``closed``: users in a closed loop, as many as give that share."""
@@ -20,7 +22,10 @@ PAIR: Final = "1P1D"
 ORDER: Final = "3-colocated"
 """The set-up at which policies are compared."""
 SETUPS: Final = ("2-colocated", PAIR, "disk-hints", ORDER)
-POLICIES: Final = ("cost", "prompt-tree", "session", "least-load", "round-robin")
+ESTIMATED: Final = "cost-estimated"
+"""The policy ``cost`` with the estimate for a CPU in place of the calibration."""
+MODEL: Final = "small"
+POLICIES: Final = ("cost", ESTIMATED, "prompt-tree", "session", "least-load", "round-robin")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +55,11 @@ def cells(setups: Sequence[str], seeds: Sequence[int]) -> Iterator[Cell]:
                 yield from (Cell(setup, "0.6", seed, policy) for policy in POLICIES)
             else:
                 yield from (Cell(setup, load, seed) for load in LOADS)
+
+
+def estimate() -> str:
+    """``--cost-profile`` of the router with the policy `ESTIMATED`."""
+    return f"estimated=cpu:{model_path(MODEL) / 'config.json'}"
 
 
 @dataclass(frozen=True, slots=True)

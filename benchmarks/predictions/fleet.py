@@ -19,7 +19,7 @@ from typing import Any, Final, Self
 import aiohttp
 
 from benchmarks.lib.quiet import DEFAULT, go_first, start_first, stolen_s, undisturbed
-from benchmarks.predictions.cells import LOADS, PAIR, Cell, Folder
+from benchmarks.predictions.cells import ESTIMATED, LOADS, MODEL, PAIR, Cell, Folder, estimate
 from benchmarks.predictions.load import (
     THINK_S,
     Asked,
@@ -39,7 +39,6 @@ from tests.support.servers.pd_servers import decode_spec, prefill_spec
 from tests.support.servers.ports import free_port
 from tests.support.servers.server import ServerProcess, ServerSpec
 
-MODEL: Final = "small"
 CHUNK: Final = 2048
 KEY: Final = "a-benchmark-s-key-0123456789-abcdefghij\n"
 REFERENCES: Final = 5
@@ -138,12 +137,13 @@ class Fleet:
 
     @contextlib.asynccontextmanager
     async def _routed(self, policy: str, record: Path | None) -> AsyncIterator[Router]:
+        estimates = policy == ESTIMATED
         config = RouterConfig(
             port=self._port,
-            policy=policy,
+            policy="cost" if estimates else policy,
             cluster_key_file=str(self._key),
             record=None if record is None else str(record),
-            cost_profile=str(self._folder.profile),
+            cost_profile=estimate() if estimates else str(self._folder.profile),
         )
         async with Router(config) as router:
             urls = [server.url for server in self.servers]

@@ -9,10 +9,11 @@ from typing import Final
 
 import msgspec
 
-from benchmarks.predictions.cells import PAIR, Cell, Ran
+from benchmarks.predictions.cells import ESTIMATED, PAIR, Cell, Ran, estimate
 from benchmarks.predictions.figures import Times
 from sglang_ext.cost_model import Batch, CostModel, Link, OperatorLevel, Profile
 from sglang_ext.cost_model.model import Execution
+from sglang_ext.router.placing.profiles import load_named
 from sglang_ext.simulator.command import Arguments, settings_of
 from sglang_ext.simulator.outcome import Decided
 from sglang_ext.simulator.run import simulate
@@ -64,7 +65,9 @@ class Replayed:
         """
         factors = {name: getattr(self.settings, name) * factor for name, factor in changes.items()}
         settings = replace(self.settings, **factors, layers=layers_of(model) or self.settings.layers)
-        outcome = simulate(settings, model, self.trace if rate == 1.0 else self.trace.at_rate(rate))
+        trace = self.trace if rate == 1.0 else self.trace.at_rate(rate)
+        expected = load_named(estimate()) if self.cell.policy == ESTIMATED else None
+        outcome = simulate(settings, model, trace, expected=expected)
         return self._times(outcome.decided)
 
     def _times(self, decided: dict[str, Decided]) -> dict[str, Times]:

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from benchmarks.agents.recorded import FILE, held_out
-from benchmarks.estimate.__main__ import (
+from benchmarks.estimate.traces import (
     BLOCK,
     LMCACHE,
     MOST_BLOCKS,
@@ -18,6 +18,10 @@ from benchmarks.estimate.__main__ import (
     mooncake,
     recorded_texts,
 )
+
+
+def prompts_of(talks: list[list[list[int]]]) -> list[list[int]]:
+    return [prompt for talk in talks for prompt in talk]
 
 
 def written(path: Path, rows: list[dict[str, object]]) -> None:
@@ -33,7 +37,7 @@ def test_prompts_share_as_many_blocks_as_their_trace_says(tmp_path) -> None:
         {"timestamp": 0, "input_length": 512 * 500, "output_length": 9, "hash_ids": list(range(500))},
     ]
     written(tmp_path / "mooncake" / "t.jsonl.gz", rows)
-    one, other = mooncake(tmp_path, "t.jsonl.gz", 10)  # the third is too long
+    [[one], [other]] = mooncake(tmp_path, "t.jsonl.gz")  # the third is too long
     assert (len(one), len(other)) == (3 * BLOCK + 3, 4 * BLOCK)
     assert one[: 2 * BLOCK] == other[: 2 * BLOCK]
     assert one[2 * BLOCK : 3 * BLOCK] != other[2 * BLOCK : 3 * BLOCK]
@@ -42,10 +46,10 @@ def test_prompts_share_as_many_blocks_as_their_trace_says(tmp_path) -> None:
 def test_the_sessions_that_are_held_out_are_the_others(tmp_path) -> None:
     steps = [{"t": at, "hash_runs": [[7, 8 + 4 * at]]} for at in range(3)]
     written(tmp_path / FILE, [{"id": f"s{number}", "requests": steps} for number in range(9)])
-    both = [len(coding(tmp_path, 100, held=held)) for held in (False, True)]
+    both = [len(coding(tmp_path, held=held)) for held in (False, True)]
     held = sum(held_out(f"s{number}") for number in range(9))
-    assert both == [3 * (9 - held), 3 * held]
-    first, second = coding(tmp_path, 100, held=True)[:: 3 if held == 1 else held][:2]
+    assert both == [9 - held, held]
+    first, second, _ = coding(tmp_path, held=True)[0]
     assert second[: len(first) - 5] == first[:-5]
 
 
@@ -57,9 +61,9 @@ def test_texts_share_blocks_as_far_as_they_are_equal(tmp_path) -> None:
         found = [{"timestamp": at, "input": each} for at, each in zip((2, 1, 3), inputs, strict=True)]
         written(tmp_path / LMCACHE / "some" / f"{name}.jsonl.gz", found)
     held = sum(held_out(name) for name in names)
-    prompts = recorded_texts(tmp_path, 100, held=True)
+    prompts = prompts_of(recorded_texts(tmp_path, held=True))
     assert len(prompts) == 3 * held
-    assert len(recorded_texts(tmp_path, 100, held=False)) == 3 * (9 - held)
+    assert len(prompts_of(recorded_texts(tmp_path, held=False))) == 3 * (9 - held)
     prompts.sort(key=len)
     short, longer, cut = prompts[0], prompts[held], prompts[-1]
     assert (len(short), len(longer), len(cut)) == (2 * BLOCK, 3 * BLOCK, MOST_BLOCKS * BLOCK)
@@ -72,7 +76,7 @@ def test_a_dialogue_is_a_request_for_each_message_of_its_agent(tmp_path) -> None
         {"role": role, "content": role * 200} for role in ("system", "user", "assistant", "user", "assistant")
     ]
     written(tmp_path / TAU, [{"task_id": 2, "trial": trial, "traj": said} for trial in range(6)])
-    both = [dialogues(tmp_path, 100, held=held) for held in (False, True)]
+    both = [prompts_of(dialogues(tmp_path, held=held)) for held in (False, True)]
     assert sum(map(len, both)) == 6 * 2
     first, second = sorted({tuple(prompt) for found in both for prompt in found}, key=len)
     whole = len(first) // BLOCK * BLOCK
