@@ -176,6 +176,15 @@ class RegionTable:
         """
         return locate([(r.index, r.address, r.nbytes) for r in self._regions.values()], address, nbytes)
 
+    def on_host(self) -> RegionTable:
+        """The regions in host memory as they are now, under their indices; all others have 0 bytes."""
+        table = RegionTable()
+        for region in self:
+            if region.kind is MemoryKind.HOST:
+                table._regions[region.index] = region
+                table.bases[region.index], table.sizes[region.index] = region.address, region.nbytes
+        return table
+
     def metas(self) -> tuple[RegionMeta, ...]:
         """The regions as described in CONNECT, index by index; free indices have 0 bytes."""
         return tuple(

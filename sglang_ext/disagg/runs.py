@@ -11,6 +11,7 @@ it).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Final
 
 import numpy as np
@@ -222,6 +223,17 @@ def cut(runs: Runs, limit: int) -> tuple[Runs, npt.NDArray[np.int64]]:
     piece = np.empty((most, 2), np.int64)
     n, _ = _cut(runs, limit, out, piece)
     return out[:n], piece[:n]
+
+
+def steps(runs: Runs, limit: int, most: int = 1 << 62) -> Iterator[Runs]:
+    """A batch in parts of at most `limit` bytes, as `cut` makes them, and of at most `most` rows."""
+    rows, pieces = cut(np.ascontiguousarray(runs), limit)
+    first = 0
+    for end in [*(np.flatnonzero(np.diff(pieces[:, 0])) + 1).tolist(), len(rows)]:
+        while first < end:
+            stop = min(end, first + most)
+            yield rows[first:stop]
+            first = stop
 
 
 @kernel

@@ -14,6 +14,7 @@ import torch
 from sglang_ext.cluster.doctor.findings import Finding, Level, size
 from sglang_ext.disagg.memory import MemoryKind, RegionTable
 from sglang_ext.disagg.transfer.config import EndpointConfig
+from sglang_ext.disagg.transports.pinned import StagedTransport
 from sglang_ext.disagg.transports.rails import pci_place, topology
 from sglang_ext.disagg.transports.select import make_transports, reasons, way_out
 from sglang_ext.engine.gpu_link import Reasons
@@ -164,7 +165,12 @@ def pairs() -> Finding:
     finally:
         for transport in made.values():
             transport.close()
-    usable = [str(name) for name, reason in against.items() if reason is None]
+    staged = {name for name, transport in made.items() if isinstance(transport, StagedTransport)}
+    usable = [
+        f"{name} through pinned memory" if name in staged else str(name)
+        for name, reason in against.items()
+        if reason is None
+    ]
     if usable:
         text = f"can be apart: the GPU's memory travels by {', '.join(usable)}; no pair was started"
         return Finding(Level.OK, "prefill/decode", text)

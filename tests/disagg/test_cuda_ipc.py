@@ -38,12 +38,13 @@ def on_the_emulator(file: str) -> str:
 
 @pytest.mark.timeout(1000)
 def test_the_suite_of_transports() -> None:
-    assert "21 passed" in on_the_emulator("tests/fake_gpu/transfer_suite.py")
+    """With pinned memory too."""
+    assert "57 passed" in on_the_emulator("tests/fake_gpu/transfer_suite.py")
 
 
 @pytest.mark.timeout(1000)
 def test_two_processes_and_the_kernel() -> None:
-    assert "1 passed" in on_the_emulator("tests/gpu/test_cuda_ipc.py")
+    assert "3 passed" in on_the_emulator("tests/gpu/test_cuda_ipc.py")
 
 
 class Gpu:

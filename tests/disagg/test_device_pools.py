@@ -73,7 +73,7 @@ async def test_a_device_pool_without_rdma_is_refused_at_start(no_adapter: None) 
         assert f"{name}: a pool is in cuda memory" in text
     assert "cuda_ipc: CUDA is not used by this process" in text
     assert "verbs: no RDMA device" in text
-    assert "nvidia-peermem" in text
+    assert "pinned host memory" in text
     assert "without --disaggregation-mode" in text
 
 
@@ -101,7 +101,7 @@ async def test_a_join_that_no_transport_carries_names_both_sides(adapter: None) 
     assert "from prefill-1 to decode-1" in text
     assert "prefill-1: verbs: no RDMA device" in text
     assert "decode-1: shm: a pool is in cuda memory; cma:" in text
-    assert "nvidia-peermem" in text
+    assert "pinned host memory" in text
 
 
 async def test_a_device_pool_of_the_owner_is_named_by_it(adapter: None) -> None:
@@ -113,7 +113,7 @@ async def test_a_device_pool_of_the_owner_is_named_by_it(adapter: None) -> None:
             await reader.connect([owner.address])
     text = str(refused.value)
     assert "prefill-1: shm: a pool is in cuda memory; tcp: a pool is in cuda memory" in text
-    assert text.count("nvidia-peermem") == 1
+    assert text.count("pinned host memory") == 1
 
 
 async def test_host_pools_beside_each_other_connect(adapter: None) -> None:

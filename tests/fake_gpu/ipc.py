@@ -28,6 +28,7 @@ class IpcRuntime:
 
     def __init__(self) -> None:
         self._open: dict[int, mmap.mmap] = {}
+        self.pinned: dict[int, int] = {}
 
     def allocation(self, address: int) -> tuple[int, int]:
         with open("/proc/self/maps", encoding="utf-8") as maps:
@@ -67,6 +68,15 @@ class IpcRuntime:
 
     def close(self, address: int) -> None:
         self._open.pop(address).close()
+
+    def pin(self, address: int, nbytes: int) -> int:
+        """Remember it. An address that the emulated GPU sees is the host's."""
+        assert address not in self.pinned, "the memory is pinned already"
+        self.pinned[address] = nbytes
+        return address
+
+    def unpin(self, address: int) -> None:
+        del self.pinned[address]
 
     def copy(self, source: int, target: int, nbytes: int, _: int) -> None:
         ctypes.memmove(target, source, nbytes)

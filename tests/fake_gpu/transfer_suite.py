@@ -1,5 +1,6 @@
-"""The conformance suite over ``cuda_ipc``, and deaths of its peers, on an emulated GPU, whose processes
-``tests/disagg/test_cuda_ipc.py`` starts. The host makes the copies for which the kernel is launched.
+"""The conformance suite over ``cuda_ipc``, with deaths of its peers, and over ``shm`` and ``tcp`` through
+pinned memory, on an emulated GPU, whose processes ``tests/disagg/test_cuda_ipc.py`` starts. The host makes
+the copies for which the kernel is launched.
 """
 
 from __future__ import annotations
@@ -43,6 +44,21 @@ class TestCudaIpc(TransportConformance):
 
     def config(self, name: str, **changes: Any) -> EndpointConfig:
         return super().config(name, **{"device": GpuMemory(0), **changes})
+
+
+class Staged(TestCudaIpc):
+    """Through pinned memory, in slots that hold a few blocks: a request takes several."""
+
+    def config(self, name: str, **changes: Any) -> EndpointConfig:
+        return super().config(name, **{"staging_bytes": 1 << 20, **changes})
+
+
+class TestStagedShm(Staged):
+    transport = TransportName.SHM
+
+
+class TestStagedTcp(Staged):
+    transport = TransportName.TCP
 
 
 @asynccontextmanager

@@ -45,8 +45,8 @@ def values_of(seed: int) -> list[torch.Tensor]:
     return [torch.from_numpy(rng.standard_normal(shape, dtype=np.float32)) for _ in range(2 * LAYERS)]
 
 
-async def start(name: str, pool: list[torch.Tensor]) -> Endpoint:
-    """Serve a pool, and read into it."""
+async def start(name: str, pool: list[torch.Tensor], transport: str) -> Endpoint:
+    """Serve a pool, and read into it. Where pinned memory is needed, a request takes several slots of it."""
     addresses = [plane.data_ptr() for plane in pool]
     geometry = mha_geometry(
         k_addresses=tuple(addresses[0::2]),
@@ -64,14 +64,19 @@ async def start(name: str, pool: list[torch.Tensor]) -> Endpoint:
     )
     memory = [MemoryRange(each.data_ptr(), each.nbytes, MemoryKind.CUDA, keep=each) for each in pool]
     config = EndpointConfig(
-        name, "a model", transports=(TransportName.CUDA_IPC,), device=GpuMemory(0), dead_after=20.0
+        name,
+        "a model",
+        transports=(TransportName(transport),),
+        device=GpuMemory(0),
+        staging_bytes=1 << 20,
+        dead_after=20.0,
     )
     return await Endpoint.start(config, [PoolSpec.of_geometry("hbm", geometry, memory, PAGES)])
 
 
-async def main(seed: int) -> None:
+async def main(seed: int, transport: str) -> None:
     pool = planes(seed)
-    endpoint = await start("owner", pool)
+    endpoint = await start("owner", pool, transport)
     for request in range(3):
         endpoint.publish("hbm", f"r{request}", np.arange(PAGES), ttl=600.0)
     sys.stdout.write(endpoint.address + "\n")
@@ -84,4 +89,4 @@ async def main(seed: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(int(sys.argv[1])))
+    asyncio.run(main(int(sys.argv[1]), sys.argv[2]))

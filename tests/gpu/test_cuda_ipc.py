@@ -1,4 +1,5 @@
-"""Two processes on one GPU: one reads the other's pool by `cuda_ipc`, with the kernel of loads.
+"""Two processes on one GPU: one reads the other's pool with the kernel of loads, by `cuda_ipc`, or through
+pinned memory by `shm` and `tcp`.
 
 `tests/disagg/test_cuda_ipc.py` runs these on the emulated GPU too, with the kernel in Triton's interpreter.
 """
@@ -16,6 +17,7 @@ import torch
 
 from sglang_ext.disagg.errors import PeerGoneError
 from sglang_ext.disagg.transports import TransportName
+from sglang_ext.disagg.transports.pinned import StagedChannel
 from sglang_ext.testing.waiting import until
 from tests.gpu.ipc_rank import PAGE, PAGES, planes, start, values_of
 
@@ -23,9 +25,9 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 
 @asynccontextmanager
-async def owner(seed: int) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
+async def owner(seed: int, transport: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
     child = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.gpu.ipc_rank", str(seed)),
+        *(sys.executable, "-m", "tests.gpu.ipc_rank", str(seed), transport),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )
@@ -51,13 +53,16 @@ def same(pool: list[torch.Tensor], pages: np.ndarray, seed: int) -> bool:
     return True
 
 
-async def test_pages_arrive_from_another_process() -> None:
-    async with owner(3) as (child, address):
+@pytest.mark.parametrize("transport", ["cuda_ipc", "shm", "tcp"])
+async def test_pages_arrive_from_another_process(transport: str) -> None:
+    async with owner(3, transport) as (child, address):
         pool = planes(None)
-        endpoint = await start("reader", pool)
+        endpoint = await start("reader", pool, transport)
         try:
             instance = await endpoint.connect([address])
-            assert instance.links[0].peer.channel.name is TransportName.CUDA_IPC
+            channel = instance.links[0].peer.channel
+            assert channel.name is TransportName(transport)
+            assert isinstance(channel, StagedChannel) is (transport != "cuda_ipc")
             offer = await instance.offer(0, "r0", "hbm")
             pages = np.random.default_rng(1).permutation(PAGES)
             instance.transfer("r0", [offer], "hbm", pages)

@@ -8,6 +8,7 @@ from sglang_ext.addresses import host_of, is_loopback
 from sglang_ext.disagg.transfer.control import MemberKeys
 from sglang_ext.disagg.transports import TransportName
 from sglang_ext.disagg.transports.cuda_ipc import DeviceMemory
+from sglang_ext.disagg.transports.pinned import STAGING_BYTES
 from sglang_ext.disagg.transports.rails import NOWHERE, Place
 from sglang_ext.errors import ConfigError
 
@@ -23,7 +24,8 @@ class EndpointConfig:
         taken; 0 is any. announce: the host that peers use to reach both; empty for `bind`'s.
     transports: the transports to use, best first; empty for all, in the order of TransportName.
     place: of this rank's accelerator: its RDMA adapter is the nearest. rdma_devices: named ones instead.
-    device: this rank's GPU, for `cuda_ipc`; None without one.
+    device: this rank's GPU, for pools in its memory; None without one. staging_bytes: of pinned memory, in
+        which such pools are staged where no transport reaches them itself; 0 for none.
     lanes: threads, and connections or queue pairs, per connected rank; 0 for one, and over tcp, where a lane
         waits for the network, for eight.
     piece_bytes: bytes that a lane moves at a time. inline_bytes: reads up to this are made by the event
@@ -45,6 +47,7 @@ class EndpointConfig:
     place: Place = NOWHERE
     rdma_devices: tuple[str, ...] = ()
     device: DeviceMemory | None = None
+    staging_bytes: int = STAGING_BYTES
     lanes: int = 0
     piece_bytes: int = 8 << 20
     inline_bytes: int = 64 << 20

@@ -62,6 +62,7 @@ from sglang_ext.disagg.transports import (
     TransportName,
     host_identity,
 )
+from sglang_ext.disagg.transports.pinned import StagedTransport
 from sglang_ext.disagg.transports.rails import Rail
 from sglang_ext.disagg.transports.select import make_transports, require_transport
 from sglang_ext.disagg.transports.verbs import VerbsTransport
@@ -337,6 +338,8 @@ class Endpoint:
     def rail(self) -> Rail | None:
         """The RDMA adapter in use, and why it is that one. From any thread."""
         verbs = self.transports.get(TransportName.VERBS)
+        if isinstance(verbs, StagedTransport):
+            verbs = verbs.carrier
         return verbs.rail if isinstance(verbs, VerbsTransport) else None
 
     def totals(self, use: str = "") -> dict[TransportName, PeerStats]:

@@ -102,10 +102,10 @@ class PeerInfo:
 class Channel(ABC):
     """One connection, from the side that reads and writes. See the contract above."""
 
-    name: ClassVar[TransportName]
+    name: TransportName
     lanes: int
     """How many reads and writes may run at a time."""
-    gap: ClassVar[int] = 256
+    gap: int = 256
     """Bytes that cost as much as another run: a shorter gap between two counters is read along."""
     counters: npt.NDArray[np.int64] | None = None
     """The owner's control region, where this side has it mapped: generations are compared where they lie. A
@@ -168,7 +168,7 @@ class Served(ABC):
 class Transport(ABC):
     """One way of reaching memory, for one endpoint."""
 
-    name: ClassVar[TransportName]
+    name: TransportName
 
     def __init__(self, regions: RegionTable) -> None:
         self.regions = regions

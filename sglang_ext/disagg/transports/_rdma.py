@@ -85,11 +85,13 @@ class Device:
             self.domain = PD(self.context)
         except PyverbsError as error:
             raise TransportUnavailableError(f"verbs: {name} cannot be opened: {error}") from None
-        self.memory: list[Any] = []
+        self.memory: dict[int, Any] = {}
+        """By region."""
         for region in regions:
             try:
                 # A memory region holds no reference to the memory: the region table keeps the owner.
-                self.memory.append(MR(self.domain, region.nbytes, self.access, address=region.address))
+                registered = MR(self.domain, region.nbytes, self.access, address=region.address)
+                self.memory[region.index] = registered
             except PyverbsError as error:
                 self.close()
                 hint = (
@@ -104,7 +106,7 @@ class Device:
 
     def close(self) -> None:
         """Deregister everything and close the device."""
-        for region in self.memory:
+        for region in self.memory.values():
             region.close()
         self.memory.clear()
         self.domain.close()

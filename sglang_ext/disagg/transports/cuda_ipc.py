@@ -41,7 +41,7 @@ from sglang_ext.disagg.memory import (
     SharedMemory,
 )
 from sglang_ext.disagg.processes import has_ended, process_born
-from sglang_ext.disagg.runs import BYTES, LOCAL, LOCAL_AT, REMOTE, REMOTE_AT, Runs, copy_runs, cut
+from sglang_ext.disagg.runs import BYTES, LOCAL, LOCAL_AT, REMOTE, REMOTE_AT, Runs, copy_runs, steps
 from sglang_ext.disagg.transports import (
     MAX_GRANTS,
     CancelToken,
@@ -94,6 +94,23 @@ class DeviceMemory(Protocol):
 
     def copy_mixed(self, ranges: Ranges) -> None:
         """As `copy`, where either side may be host memory."""
+
+    def pin(self, address: int, nbytes: int) -> None:
+        """Make host memory the target of `gather` and the source of `scatter`.
+
+        Raises:
+            TransportUnavailableError: CUDA refuses.
+        """
+
+    def unpin(self, address: int) -> None:
+        """Before the memory that `pin` was given is freed."""
+
+    def gather(self, ranges: Ranges) -> None:
+        """Copy from this GPU to pinned memory, where the ranges lie side by side in their order. Returns when
+        every byte is there."""
+
+    def scatter(self, ranges: Ranges) -> None:
+        """Copy from pinned memory to this GPU. Returns when every byte is there."""
 
 
 class _Mapped:
@@ -198,16 +215,12 @@ class CudaIpcChannel(Channel):
 
     def _by_gpu(self, runs: Runs, token: CancelToken, grant: tuple[int, int] | None) -> None:
         """Copy in steps; each is over when the next begins, and when this returns or raises."""
-        rows, steps = cut(np.ascontiguousarray(runs), STEP_BYTES)
-        ends = [*(np.flatnonzero(np.diff(steps[:, 0])) + 1).tolist(), len(rows)]
-        first = 0
-        for end in ends:
+        for rows in steps(runs, STEP_BYTES):
             if token.cancelled:
                 raise _cancelled()
             if grant is not None and (self._grants is None or self._grants[grant[0]] != grant[1]):
                 raise PeerGoneError("cuda_ipc: the grant is over")
-            self._step(rows[first:end], writes=grant is not None)
-            first = end
+            self._step(rows, writes=grant is not None)
 
     def _step(self, runs: Runs, *, writes: bool) -> None:
         there = self._mapped.bases[runs[:, REMOTE]] + runs[:, REMOTE_AT]

@@ -10,8 +10,10 @@ from sglang_ext.compiled import COMPILED
 from sglang_ext.disagg.errors import TransportUnavailableError
 from sglang_ext.disagg.memory import MemoryKind, Region, RegionMeta, RegionTable
 from sglang_ext.disagg.transports import Transport, TransportName
+from sglang_ext.disagg.transports._gathering import GatherTransport, PinnedArena
 from sglang_ext.disagg.transports.cuda_ipc import CudaIpcTransport, DeviceMemory
 from sglang_ext.disagg.transports.local import CmaTransport, ShmTransport
+from sglang_ext.disagg.transports.pinned import StagedTransport
 from sglang_ext.disagg.transports.rails import Place
 from sglang_ext.disagg.transports.tcp import TcpTransport
 from sglang_ext.disagg.transports.verbs import VerbsTransport, verbs_reason
@@ -19,6 +21,10 @@ from sglang_ext.disagg.transports.verbs import VerbsTransport, verbs_reason
 TCP_LANES = 8
 """Lanes of a tcp connection, unless configured: requests in flight share the way to a peer and back, where
 one lane goes it for each of them."""
+STAGED_LANES = 4
+"""Lanes of other connections through pinned memory, unless configured."""
+_CARRIERS: Final = frozenset({TransportName.SHM, TransportName.VERBS, TransportName.TCP})
+"""Transports of host memory through which GPUs are reached by staging."""
 NO_TRANSPORT: Final = "transport"
 """The reason of an owner's refusal that can use none of the transports offered."""
 
@@ -42,31 +48,54 @@ class TransportConfig(Protocol):
     def rdma_devices(self) -> Sequence[str]: ...
     @property
     def device(self) -> DeviceMemory | None: ...
+    @property
+    def staging_bytes(self) -> int: ...
 
 
 def make_transports(config: TransportConfig, regions: RegionTable) -> dict[TransportName, Transport]:
     """The transports of an endpoint in order of preference, also those that this host cannot use.
 
-    Those give the reason in `unavailable`, are not offered, and cost nothing.
+    Those give the reason in `unavailable`, are not offered, and cost nothing. Pools in GPU memory that a
+    transport does not reach are staged for it; those that reach them come first.
     """
-    made: dict[TransportName, Transport] = {}
-    for name in config.transports or tuple(TransportName):
-        match name:
-            case TransportName.SHM:
-                made[name] = ShmTransport(regions, config.lanes or 1)
-            case TransportName.CMA:
-                made[name] = CmaTransport(regions, config.lanes or 1)
-            case TransportName.CUDA_IPC:
-                made[name] = CudaIpcTransport(regions, config.lanes or 1, config.device)
-            case TransportName.VERBS:
-                made[name] = VerbsTransport(
-                    regions, config.lanes or 1, config.rank, config.place, config.rdma_devices
-                )
-            case TransportName.TCP:
-                made[name] = TcpTransport(
-                    regions, host_of(config.bind), config.lanes or TCP_LANES, config.ports
-                )
-    return made
+    names = tuple(config.transports) or tuple(TransportName)
+    staging = _staging(config, regions, names)
+    seen = regions if staging is None else regions.on_host()
+    made = {name: _make(name, config, regions, seen, staged=staging is not None) for name in names}
+    if staging is None:
+        return made
+    asks = GatherTransport(staging, regions, seen, host_of(config.bind), config.ports)
+    through = {name: StagedTransport(made.pop(name), regions, staging, asks) for name in _CARRIERS & {*names}}
+    return made | {name: through[name] for name in names if name in through}
+
+
+def _staging(
+    config: TransportConfig, regions: RegionTable, names: Sequence[TransportName]
+) -> PinnedArena | None:
+    """The memory in which pools of the GPU are staged; None where none is needed, or no transport uses it."""
+    in_gpu = any(region.kind is MemoryKind.CUDA for region in regions)
+    if config.device is None or not in_gpu or not config.staging_bytes or not _CARRIERS & {*names}:
+        return None
+    return PinnedArena(regions, config.device, config.staging_bytes)
+
+
+def _make(
+    name: TransportName, config: TransportConfig, regions: RegionTable, seen: RegionTable, *, staged: bool
+) -> Transport:
+    """seen: the regions that a carrier of staged bytes sees."""
+    # Lanes gather, carry and scatter at the same time.
+    lanes = config.lanes or (STAGED_LANES if staged else 1)
+    match name:
+        case TransportName.SHM:
+            return ShmTransport(seen, lanes)
+        case TransportName.CMA:
+            return CmaTransport(regions, config.lanes or 1)
+        case TransportName.CUDA_IPC:
+            return CudaIpcTransport(regions, config.lanes or 1, config.device)
+        case TransportName.VERBS:
+            return VerbsTransport(seen, lanes, config.rank, config.place, config.rdma_devices)
+        case TransportName.TCP:
+            return TcpTransport(seen, host_of(config.bind), config.lanes or TCP_LANES, config.ports)
 
 
 def reasons() -> dict[TransportName, str | None]:
@@ -95,7 +124,8 @@ def way_out(regions: Iterable[Region | RegionMeta]) -> str | None:
         return None
     return (
         "KV in GPU memory travels by cuda_ipc between servers on one host whose GPUs reach each other, and "
-        "by RDMA: load nvidia-peermem where there is an adapter. Without either, start servers without "
+        "through pinned host memory by shm, verbs and tcp: allow one of them, with CUDA in this process and "
+        "a memlock limit that lets it pin (ulimit -l unlimited). Without any, start servers without "
         "--disaggregation-mode: with --kv-router and --kv-dram-size they fetch each other's KV from DRAM"
     )
 

@@ -69,6 +69,22 @@ class _Answer(Message, frozen=True, tag="tcp"):
 _ANSWER: Codec[_Answer] = Codec(_Answer, 256)
 
 
+def served_on(answer: bytes) -> tuple[int, bytes]:
+    """The port in an owner's answer, and the secret by which a connection proves that it belongs to the
+    session.
+
+    Raises:
+        PeerProtocolError: it makes no sense.
+    """
+    try:
+        found = _ANSWER.decode(answer)
+    except WireError as error:
+        raise PeerProtocolError(f"tcp: {error}") from None
+    if not 0 < found.port < 65536:
+        raise PeerProtocolError(f"tcp: the peer serves on port {found.port}")
+    return found.port, found.secret
+
+
 def _prepare(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -106,26 +122,49 @@ def _error(code: int) -> TransferError:
     return PeerProtocolError(f"tcp: the peer refused: {text.get(status, f'status {status}')}")
 
 
-class TcpChannel(Channel):
-    """Several data connections to one owner, one per lane. A lane that broke connects again at its next
-    use.
+class Connections:
+    """Data connections to one owner, one per lane; each lane's is used by one thread at a time. A lane that
+    broke connects again at its next use.
     """
 
-    name = TransportName.TCP
-    ordered = True
-
-    def __init__(
-        self, regions: RegionTable, target: tuple[str, int], session: bytes, secret: bytes, lanes: int
-    ) -> None:
-        self.lanes = lanes
-        self._bases = regions.bases
+    def __init__(self, target: tuple[str, int], session: bytes, secret: bytes, lanes: int) -> None:
         self._target = target
         self._session = session
         self._secret = secret
         self._sockets: list[socket.socket | None] = [None] * lanes
-        self._scratch = [_stream.Scratch() for _ in range(lanes)]
         self._closed = False
         self._sockets[0] = self._connect(CancelToken())
+
+    def get(self, lane: int, token: CancelToken) -> socket.socket:
+        """The connection of a lane.
+
+        Raises:
+            PeerGoneError: it cannot be made. CancelledTransferError: the token was cancelled before.
+        """
+        if self._closed:
+            raise PeerGoneError("tcp: the channel is closed")
+        if token.cancelled:
+            raise CancelledTransferError("tcp: the transfer was cancelled")
+        sock = self._sockets[lane]
+        if sock is None:
+            sock = self._sockets[lane] = self._connect(token)
+        return sock
+
+    def made(self, lane: int) -> socket.socket | None:
+        """The connection of a lane, where it has one."""
+        return self._sockets[lane]
+
+    def drop(self, lane: int) -> None:
+        """Bytes may still be on the way, without a reader: the connection goes, and they with it."""
+        sock, self._sockets[lane] = self._sockets[lane], None
+        if sock is not None:
+            sock.close()
+
+    def close(self) -> None:
+        """Close all of them."""
+        self._closed = True
+        for lane in range(len(self._sockets)):
+            self.drop(lane)
 
     def _connect(self, token: CancelToken) -> socket.socket:
         deadline = time.monotonic() + HANDSHAKE_SECONDS
@@ -135,7 +174,7 @@ class TcpChannel(Channel):
                 *self._target, type=socket.SOCK_STREAM
             ):
                 sock = socket.socket(family, kind, protocol)
-                token.on_cancel(functools.partial(_shutdown, sock))
+                token.on_cancel(functools.partial(shut, sock))
                 try:
                     sock.settimeout(max(0.001, deadline - time.monotonic()))
                     sock.connect(address)
@@ -164,6 +203,21 @@ class TcpChannel(Channel):
             raise PeerGoneError("tcp: the owner does not know this session")
         sock.settimeout(None)
 
+
+class TcpChannel(Channel):
+    """Several data connections to one owner, one per lane."""
+
+    name = TransportName.TCP
+    ordered = True
+
+    def __init__(
+        self, regions: RegionTable, target: tuple[str, int], session: bytes, secret: bytes, lanes: int
+    ) -> None:
+        self.lanes = lanes
+        self._bases = regions.bases
+        self._scratch = [_stream.Scratch() for _ in range(lanes)]
+        self._connections = Connections(target, session, secret, lanes)
+
     def read(self, lane: int, runs: Runs, token: CancelToken) -> None:
         self._run(lane, runs, token, None)
         fence()
@@ -181,15 +235,9 @@ class TcpChannel(Channel):
     def _run(
         self, lane: int, runs: Runs, token: CancelToken, grant: tuple[int, int] | None, barrier: int = 0
     ) -> None:
-        if self._closed:
-            raise PeerGoneError("tcp: the channel is closed")
-        if token.cancelled:
-            raise CancelledTransferError("tcp: the transfer was cancelled")
-        sock = self._sockets[lane]
-        if sock is None:
-            sock = self._sockets[lane] = self._connect(token)
+        sock = self._connections.get(lane, token)
         s = self._scratch[lane]
-        token.on_cancel(lambda: _shutdown(sock))
+        token.on_cancel(lambda: shut(sock))
         try:
             fd = sock.fileno()
             if grant is None:
@@ -204,29 +252,23 @@ class TcpChannel(Channel):
         finally:
             token.on_cancel(None)
         if token.cancelled or code:
-            # Bytes still on the way have no reader: the connection goes, and with it whatever may
-            # arrive.
-            self._sockets[lane] = None
-            sock.close()
+            self._connections.drop(lane)
         if token.cancelled:
             raise CancelledTransferError("tcp: the transfer was cancelled")
         if code:
             raise _error(code)
 
     def close(self) -> None:
-        self._closed = True
-        for i, sock in enumerate(self._sockets):
-            if sock is not None:
-                sock.close()
-                self._sockets[i] = None
+        self._connections.close()
 
 
-def _shutdown(sock: socket.socket) -> None:
+def shut(sock: socket.socket) -> None:
+    """End a connection, whoever waits for it; its descriptor stays."""
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
 
 
-class _Session(Served):
+class TcpServed(Served):
     """One reader's data connections, each served by a thread."""
 
     def __init__(self, owner: TcpTransport, session: bytes, grants: npt.NDArray[np.int64]) -> None:
@@ -252,6 +294,7 @@ class _Session(Served):
         sock.close()
 
     def _serve(self, sock: socket.socket, flag: npt.NDArray[np.int64]) -> None:
+        """Until the connection ends, or `flag` is set and it is shut."""
         s = _stream.Scratch()
         regions = self._owner.regions
         code = _stream.serve(
@@ -283,7 +326,7 @@ class _Session(Served):
             threads, self._threads = self._threads, []
         for _, sock, flag in threads:
             flag[0] = 1
-            _shutdown(sock)
+            shut(sock)
         for thread, _, _ in threads:
             thread.join()
 
@@ -305,7 +348,7 @@ class TcpTransport(Transport):
         if COMPILED:
             _stream.warm()
         self.max_connections = 64
-        self._sessions: dict[bytes, _Session] = {}
+        self._sessions: dict[bytes, TcpServed] = {}
         self._lock = threading.Lock()
         self._ends: dict[int, int] = {}
         self._greeting: dict[socket.socket, threading.Thread] = {}
@@ -334,19 +377,17 @@ class TcpTransport(Transport):
     def accept(self, session: bytes, offer: bytes, grants: npt.NDArray[np.int64]) -> tuple[bytes, Served]:
         if (reason := host_memory_only(self.regions)) is not None:
             raise TransportUnavailableError(f"tcp: {reason}")
-        served = _Session(self, session, grants)
+        served = self._serving(session, grants)
         with self._lock:
             self._sessions[session] = served
         return _ANSWER.encode(_Answer(self.port, served.secret)), served
 
+    def _serving(self, session: bytes, grants: npt.NDArray[np.int64]) -> TcpServed:
+        return TcpServed(self, session, grants)
+
     def open(self, peer: PeerInfo, session: bytes, offer: bytes, answer: bytes) -> Channel:
-        try:
-            found = _ANSWER.decode(answer)
-        except WireError as error:
-            raise PeerProtocolError(f"tcp: {error}") from None
-        if not 0 < found.port < 65536:
-            raise PeerProtocolError(f"tcp: the peer serves on port {found.port}")
-        return TcpChannel(self.regions, (peer.address, found.port), session, found.secret, self._lanes)
+        port, secret = served_on(answer)
+        return TcpChannel(self.regions, (peer.address, port), session, secret, self._lanes)
 
     def ended(self, code: int) -> None:
         """Count why a served connection ended."""
@@ -359,13 +400,13 @@ class TcpTransport(Transport):
             self._sessions.pop(session, None)
 
     def close(self) -> None:
-        _shutdown(self._listener)
+        shut(self._listener)
         self._thread.join()
         self._listener.close()
         with self._lock:
             greeting = dict(self._greeting)
         for sock, thread in greeting.items():
-            _shutdown(sock)
+            shut(sock)
             thread.join()
         for session in list(self._sessions.values()):
             session.close()
@@ -382,7 +423,7 @@ class TcpTransport(Transport):
                 if len(self._greeting) >= MAX_HANDSHAKES:
                     oldest = next(iter(self._greeting))
                     del self._greeting[oldest]
-                    _shutdown(oldest)
+                    shut(oldest)
                 self._greeting[sock] = thread
                 thread.start()
 

@@ -55,7 +55,7 @@ class _Offer(Message, frozen=True, tag="vo"):
 class _Answer(Message, frozen=True, tag="va"):
     pairs: tuple[QueuePairInfo, ...]
     keys: tuple[int, ...]
-    """Remote key of each region."""
+    """Remote key of each region; 0 where it is not registered."""
 
 
 _OFFER: Codec[_Offer] = Codec(_Offer, 1 << 16)
@@ -79,7 +79,7 @@ class VerbsChannel(Channel):
         self.lanes = len(pairs)
         self._pairs: list[QueuePair | None] = list(pairs)
         self._remote = [(key, m.address) for key, m in zip(keys, peer.regions, strict=True)]
-        self._local = [(m.lkey, int(regions.bases[i])) for i, m in enumerate(device.memory)]
+        self._local = {i: (m.lkey, int(regions.bases[i])) for i, m in device.memory.items()}
         self._broken = False
 
     @property
@@ -242,7 +242,8 @@ class VerbsTransport(Transport):
         except BaseException:
             _Session(pairs).close()
             raise
-        answer = _Answer(tuple(p.info() for p in pairs), tuple(m.rkey for m in device.memory))
+        keys = [device.memory[i].rkey if i in device.memory else 0 for i in range(len(self.regions.metas()))]
+        answer = _Answer(tuple(p.info() for p in pairs), tuple(keys))
         return _ANSWER.encode(answer), _Session(pairs)
 
     def open(self, peer: PeerInfo, session: bytes, offer: bytes, answer: bytes) -> Channel:

@@ -38,6 +38,8 @@ WIDTHS: Final = (16, 128, 1024, TILE_WORDS)
 _WORDS: Final = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 _VECTOR_BYTES: Final = 16
 _LAZY_PEER_ACCESS: Final = 1
+_PORTABLE: Final = 1
+"""Pinned for every context."""
 _DEFAULT_KIND: Final = 4
 """The runtime sees by the addresses where both sides are."""
 
@@ -148,6 +150,21 @@ class IpcRuntime:
         )
         self._check("cudaMemcpyAsync", status)
 
+    def pin(self, address: int, nbytes: int) -> int:
+        """Pin host memory; its address for kernels."""
+        place = ctypes.c_void_p(address)
+        status = self._runtime.cudaHostRegister(place, ctypes.c_size_t(nbytes), ctypes.c_uint(_PORTABLE))
+        self._check("cudaHostRegister", status)
+        found = ctypes.c_void_p()
+        status = self._runtime.cudaHostGetDevicePointer(ctypes.byref(found), place, ctypes.c_uint(0))
+        self._check("cudaHostGetDevicePointer", status)
+        assert found.value is not None
+        return found.value
+
+    def unpin(self, address: int) -> None:
+        """Let go of it."""
+        self._check("cudaHostUnregister", self._runtime.cudaHostUnregister(ctypes.c_void_p(address)))
+
     def _check(self, call: str, status: int) -> None:
         if status == 0:
             return
@@ -169,6 +186,10 @@ class GpuMemory:
         """Threads that need the same kernel have it compiled once."""
         self._launch: Callable[[Launch], None] | None = None
         self._runtime: IpcRuntime | None = None
+        self._pinned: list[tuple[int, int, int]] = []
+        """Start and end of pinned memory, and what kernels add to its addresses."""
+        self._buffers: list[torch.Tensor] = []
+        """Memory of the GPU that no `gather` uses now."""
 
     def prepare(self) -> None:
         """Load the runtime, and compile the kernel for rows that begin at 16 bytes, as those of KV do.
@@ -249,6 +270,86 @@ class GpuMemory:
         except Exception as error:  # noqa: BLE001 - a row of another kind compiles another kernel
             self._without_kernel(error)
             self.copy_mixed(ranges)
+
+    def pin(self, address: int, nbytes: int) -> None:
+        """Make host memory the target of `gather` and the source of `scatter`.
+
+        Raises:
+            TransportUnavailableError: CUDA refuses.
+        """
+        assert self._runtime is not None, "prepare comes first"
+        try:
+            with torch.cuda.device(self._device):
+                seen = self._runtime.pin(address, nbytes)
+        except RuntimeError as error:
+            raise TransportUnavailableError(
+                f"{nbytes >> 20} MiB of host memory cannot be pinned: {error}",
+                hint="Raise the memlock limit (ulimit -l unlimited)",
+            ) from None
+        self._pinned.append((address, address + nbytes, seen - address))
+
+    def unpin(self, address: int) -> None:
+        """Before the memory that `pin` was given is freed."""
+        assert self._runtime is not None, "prepare comes first"
+        self._pinned = [each for each in self._pinned if each[0] != address]
+        self._buffers.clear()
+        with torch.cuda.device(self._device):
+            self._runtime.unpin(address)
+
+    def gather(self, ranges: Ranges) -> None:
+        """Copy from this GPU to pinned memory, where the ranges lie side by side in their order. Returns when
+        every byte is there.
+
+        A kernel collects them in the GPU's memory, and one transfer takes them over: kernels do not store to
+        host memory, as in a write to DRAM.
+        """
+        launch, runtime = self._launch, self._runtime
+        assert runtime is not None, "prepare comes first"
+        if launch is None:
+            self.copy_mixed(ranges)
+            return
+        nbytes, target = int(ranges[:, 2].sum()), int(ranges[0, 1])
+        try:
+            with (
+                torch.cuda.device(self._device),
+                torch.cuda.stream(self._stream()),
+                self._buffer(nbytes) as at,
+            ):
+                collected = ranges + np.array((0, at - target, 0))
+                with self._all_of_it():
+                    for batch in batches_of(collected):
+                        self._queue(launch, batch)
+                    runtime.copy(at, target, nbytes, self._stream().cuda_stream)
+        except Exception as error:  # noqa: BLE001 - as in `copy`
+            self._without_kernel(error)
+            self.copy_mixed(ranges)
+
+    def scatter(self, ranges: Ranges) -> None:
+        """Copy from pinned memory to this GPU, by a kernel that reads it in place. Returns when every byte is
+        there."""
+        first = int(ranges[0, 0])
+        shift = next((shift for start, end, shift in self._pinned if start <= first < end), None)
+        if shift is None:
+            raise MoverError("the source is not pinned")
+        if self._launch is None:
+            self.copy_mixed(ranges)
+        else:
+            self.copy(ranges + np.array((shift, 0, 0)))
+
+    @contextmanager
+    def _buffer(self, nbytes: int) -> Iterator[int]:
+        """The address of memory of the GPU that is nobody else's meanwhile. As many are kept as were in use
+        at once: at most one for each slot of pinned memory, and as large."""
+        try:
+            buffer = self._buffers.pop()
+        except IndexError:
+            buffer = None
+        if buffer is None or buffer.nbytes < nbytes:
+            buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        try:
+            yield buffer.data_ptr()
+        finally:
+            self._buffers.append(buffer)
 
     def copy_mixed(self, ranges: Ranges) -> None:
         """As `copy`, where either side may be host memory: by a call for each range."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from sglang_ext.engine.movers import gpu_memory
-from sglang_ext.engine.movers.gpu_memory import PROGRAMS, ROW_BYTES, GpuMemory, Ranges, batches_of
+from sglang_ext.engine.movers.gpu_memory import PROGRAMS, ROW_BYTES, GpuMemory, Ranges, RowBatch, batches_of
 from sglang_ext.engine.movers.mover import MoverError
 from sglang_ext.engine.movers.row_copies import Launch, Side
 from tests.engine.tiers.test_row_copies import interpreted  # noqa: F401
@@ -174,3 +174,62 @@ def test_a_call_that_fails_leaves_nothing_under_way(memory: tuple[GpuMemory, lis
     with pytest.raises(MoverError):
         of.copy_mixed(TWO)
     assert [call.split()[0] for call in calls] == ["on", "copy", "record", "synchronize"]
+
+
+PINNED = 1 << 30
+
+
+@pytest.fixture
+def pinned(memory: tuple[GpuMemory, list[str]]) -> tuple[GpuMemory, list[str]]:
+    """Host memory that kernels see 4096 bytes further on, and a buffer of the GPU at 1 << 40."""
+    of, calls = memory
+    of._launch = lambda launch: None
+    of._runtime = Runtime(calls)  # type: ignore[assignment]
+    of._runtime.pin = lambda address, nbytes: address + 4096  # type: ignore[method-assign, union-attr]
+    of._runtime.unpin = lambda address: calls.append("unpin")  # type: ignore[method-assign, union-attr]
+    of._stream = lambda: SimpleNamespace(cuda_stream=1)  # type: ignore[method-assign, assignment, return-value]
+
+    def queue(launch: object, batch: RowBatch) -> None:
+        unit = batch.tile.aligned * batch.tile.word.itemsize
+        calls.append(f"launch to {batch.targets[0] * unit:#x} from {batch.sources[0] * unit:#x}")
+
+    of._queue = queue  # type: ignore[method-assign]
+    of._buffers = [SimpleNamespace(nbytes=1 << 20, data_ptr=lambda: 1 << 40)]  # type: ignore[list-item]
+    of.pin(PINNED, 1 << 20)
+    return of, calls
+
+
+def test_a_gather_collects_in_the_gpu_and_is_over_when_it_returns(
+    pinned: tuple[GpuMemory, list[str]],
+) -> None:
+    of, calls = pinned
+    of.gather(np.array([(1 << 33, PINNED, 4096), (1 << 34, PINNED + 4096, 4096)], np.int64))
+    assert calls[1:] == [
+        f"launch to {1 << 40:#x} from {1 << 33:#x}",
+        "copy",
+        f"record {of._stream()}",
+        "synchronize",
+    ]
+    assert len(of._buffers) == 1
+
+
+def test_a_scatter_reads_pinned_memory_where_kernels_see_it(pinned: tuple[GpuMemory, list[str]]) -> None:
+    of, calls = pinned
+    of.scatter(np.array([(PINNED + 64, 1 << 33, 4096)], np.int64))
+    assert calls[1] == f"launch to {1 << 33:#x} from {PINNED + 4096 + 64:#x}"
+    assert calls[-1] == "synchronize"
+    with pytest.raises(MoverError, match="not pinned"):
+        of.scatter(np.array([(PINNED - 64, 1 << 33, 4096)], np.int64))
+    of.unpin(PINNED)
+    assert calls[-1] == "unpin"
+    with pytest.raises(MoverError, match="not pinned"):
+        of.scatter(np.array([(PINNED, 1 << 33, 4096)], np.int64))
+
+
+def test_without_the_kernel_ranges_are_copied_one_by_one(pinned: tuple[GpuMemory, list[str]]) -> None:
+    of, calls = pinned
+    of._launch = None
+    of.gather(np.array([(1 << 33, PINNED, 64), (1 << 34, PINNED + 64, 64)], np.int64))
+    of.scatter(np.array([(PINNED, 1 << 33, 64)], np.int64))
+    assert calls.count("copy") == 3
+    assert calls.count("synchronize") == 2
