@@ -32,6 +32,8 @@ class Tier:
         load_latency_s, load_bytes_per_s: of bringing KV from here to HBM, before a measurement.
         opens: of a tier below memory: ``module:function``, imported only where a rank needs it. Called as
             ``engine.tiers.opening.Opener``.
+        follows: the same for a rank that reads what another rank on this host writes there
+            (``--attn-cp-size``). Without it, the tier is refused with several such ranks.
     """
 
     HBM: ClassVar[Tier]
@@ -51,6 +53,7 @@ class Tier:
         load_latency_s: float = 0.0,
         load_bytes_per_s: float = math.inf,
         opens: str = "",
+        follows: str = "",
     ) -> None:
         self.name = name
         self.level = level
@@ -59,6 +62,7 @@ class Tier:
         self.load_latency_s = load_latency_s
         self.load_bytes_per_s = load_bytes_per_s
         self.opens = opens
+        self.follows = follows
 
     @property
     def bit(self) -> int:
@@ -153,5 +157,6 @@ Tier.DISK = register(
         load_latency_s=2e-3,
         load_bytes_per_s=2e9,
         opens="sglang_ext.engine.tiers.opening:open_disk",
+        follows="sglang_ext.engine.tiers.opening:follow_disk",
     )
 )

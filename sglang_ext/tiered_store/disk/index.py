@@ -115,16 +115,25 @@ class Index:
 
     Lookups may be made from any thread at any time. Changes are serialised by the caller.
 
+    shared: read the file beside the process that writes it, which has verified it.
+
     Raises:
         IndexDamagedError: the file is not sound.
         OSError: it cannot be opened or created.
     """
 
     def __init__(
-        self, path: Path, *, readonly: bool = False, step: Callable[[str], None] = lambda name: None
+        self,
+        path: Path,
+        *,
+        readonly: bool = False,
+        shared: bool = False,
+        step: Callable[[str], None] = lambda name: None,
     ) -> None:
         self.path = path
-        self.readonly = readonly
+        self.readonly = readonly = readonly or shared
+        # LMDB reuses pages that no reader has registered for; a directory without writing has no writer.
+        self._locks = os.access(path, os.W_OK) if shared else not readonly
         self._step = step
         self.watch: Watch | None = None
         """Called after every committed change, in the thread that made it."""
@@ -132,7 +141,7 @@ class Index:
         if not readonly:
             path.mkdir(mode=0o700, exist_ok=True)
         if (path / DATA_FILE).exists():
-            problems = verify_file(path)
+            problems = [] if shared else verify_file(path)
             if problems:
                 raise IndexDamagedError("; ".join(problems[:3]))
         elif readonly:
@@ -160,7 +169,7 @@ class Index:
                     max_dbs=4,
                     max_readers=512,
                     readonly=self.readonly,
-                    lock=not self.readonly,
+                    lock=self._locks,
                     create=not self.readonly,
                     readahead=False,
                 )
@@ -259,6 +268,18 @@ class Index:
         except lmdb.Error as error:
             raise IndexFailedError(error) from error
         return found
+
+    def row_of(self, run: int) -> RunRow | None:
+        """The row of a run; None when the run is not here or its row is bad. Raises IndexFailedError."""
+        name = RUN_KEY.pack(run)
+        if self._env is None:
+            return None
+        try:
+            with self._env.begin() as txn:
+                value = txn.get(name, db=self._runs)
+        except lmdb.Error as error:
+            raise IndexFailedError(error) from error
+        return None if value is None else decode_run(name, value)
 
     def keys_of(self, run: int) -> tuple[bytes, ...]:
         """Keys of a run in the order of its blocks; empty when the run is not here or its row is bad."""

@@ -97,11 +97,12 @@ class DiskReader:
                 run = state.readable(number)
                 if run is None or max(positions) >= run.row.blocks or run.row.namespace != namespace:
                     break
+                if pin and not state.segments.hold(run.segment):
+                    break
                 pieces.append(Piece(run, start, positions))
             if pin:
                 for piece in pieces:
                     piece.run.pins += 1
-                    piece.run.segment.readers += 1
                     state.pins += len(piece.positions)
         return pieces
 

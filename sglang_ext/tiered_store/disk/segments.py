@@ -276,6 +276,13 @@ class SegmentFiles:
             segment.retired = True
             raise
 
+    # --- reading ---
+
+    def hold(self, segment: Segment) -> bool:
+        """Keep a segment open for one more reader, until its `finish`. Whether it can be read."""
+        segment.readers += 1
+        return True
+
     # --- ending ---
 
     def remove(self, segment: Segment) -> None:
