@@ -428,7 +428,8 @@ def _server(
         else flag_value((*ours, *flags), CACHE_FLAGS[0]) == "global"
     )
     if is_global or hands_over:
-        refuse_context(flags)
+        if hands_over:
+            refuse_context(flags)
         routed = registers_with is not None or flag_value(flags, "--kv-router") is not None
         refuse_unknown_replicas(flags, keeps=is_global, registers=routed)
     if is_global and registers_with is not None and flag_value(flags, "--kv-router") is None:

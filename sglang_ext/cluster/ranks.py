@@ -93,7 +93,7 @@ def refuse_context(flags: Sequence[str]) -> None:
     value = flag_value(flags, *CONTEXT_FLAGS)
     if value is not None and value.strip() not in ("", "1"):
         raise ConfigError(
-            f"{value} does not go with the shared cache",
+            f"{value} does not go with --disaggregation-transfer-backend global",
             field=CONTEXT_FLAGS[0],
             hint="Give --tp-size instead",
         )

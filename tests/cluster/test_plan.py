@@ -77,16 +77,13 @@ def test_our_cache_unless_another_is_chosen(flags: tuple[str, ...], backend: str
 
 
 @pytest.mark.parametrize("flags", [("--attn-cp-size", "2"), ("--attention-context-parallel-size=2",)])
-def test_context_parallelism_is_refused_before_anything_starts(flags: tuple[str, ...]) -> None:
-    for given in (
-        {"server_args": flags},
-        {"instance_args": {1: flags}},
-        {"colocated": 0, "prefill": 1, "decode": 1, "server_args": (*flags, "--kv-pd-caching", "basic")},
-    ):
-        with pytest.raises(ConfigError, match=r"does not go with the shared cache.*--tp-size"):
-            plan(**given)
-    plan(server_args=(*flags, "--disable-radix-cache"))
-    plan(server_args=(flags[0].partition("=")[0], "1"))
+def test_context_parallelism_of_a_pair_is_refused_before_anything_starts(flags: tuple[str, ...]) -> None:
+    pair: dict[str, Any] = {"colocated": 0, "prefill": 1, "decode": 1}
+    for more in ((), ("--kv-pd-caching", "basic")):
+        with pytest.raises(ConfigError, match=r"--attn-cp-size.*does not go with .*--tp-size"):
+            plan(**pair, server_args=(*flags, *more))
+    plan(server_args=flags)
+    plan(**pair, server_args=(flags[0].partition("=")[0], "1"))
 
 
 REPLICAS = [

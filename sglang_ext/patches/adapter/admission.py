@@ -109,6 +109,7 @@ class Facts:
     dp_size: int = 1
     attn_dp_size: int = 1
     attn_cp_size: int = 1
+    enable_dsa_cache_layer_split: bool = False
     pp_size: int = 1
     nnodes: int = 1
     enable_pdmux: bool = False
@@ -325,11 +326,10 @@ def _unsupported_parallelism(facts: Facts, chosen: str) -> str | None:
     """Why this kind of parallelism does not go with the flag ``chosen``, with the way out; None when it does.
 
     A replica is an instance of its own. With DP attention all replicas step together; one whose pass waits
-    for KV delays the others only, because nothing that it waits for needs a step of theirs. With context
-    parallelism the ranks of one prefix would not agree on what each of them has loaded.
+    for KV delays the others only, because nothing that it waits for needs a step of theirs.
     """
-    if facts.attn_cp_size > 1:
-        return f"{chosen} cannot be combined with --attn-cp-size above 1. Use --tp-size instead"
+    if facts.attn_cp_size > 1 and (reason := _unsupported_context(facts, chosen)) is not None:
+        return reason
     for size, flag in ((facts.dp_size, "--dp-size"), (facts.attn_dp_size, "--attn-dp-size")):
         if size == 1:
             continue
@@ -346,6 +346,31 @@ def _unsupported_parallelism(facts: Facts, chosen: str) -> str | None:
             f"{chosen} cannot be combined with --attn-dp-size above 1 and --speculative-algorithm. "
             f"Drop one of them"
         )
+    return None
+
+
+def _unsupported_context(facts: Facts, chosen: str) -> str | None:
+    """Why prefill context parallelism does not go with the flag ``chosen``; None when it does.
+
+    Its ranks share the tokens of a prompt while it is computed, and gather the KV, so that each has that of
+    all tokens: one of them writes to disk. What keeps another part of it in each rank is refused elsewhere.
+    """
+    if chosen == TRANSFER_FLAG:
+        return f"{chosen} cannot be combined with --attn-cp-size above 1. Use --tp-size instead"
+    name = facts.speculative_algorithm
+    for present, flag, way_out in (
+        (facts.disaggregation_mode != "null", "--disaggregation-mode", "Use --tp-size instead"),
+        (facts.attn_dp_size > 1, "--attn-dp-size above 1", "Use one of them"),
+        (facts.dp_size > 1, "--dp-size above 1", _REPLICAS),
+        (facts.pp_size > 1, "--pp-size above 1", "Use one of them"),
+        # Ranks on another host do not see the directory of the one that writes.
+        (facts.nnodes > 1, "--nnodes above 1", "Use one node"),
+        # SGLang runs some drafts without context parallelism, as ranks that share heads.
+        (name not in {None, "NGRAM"}, f"--speculative-algorithm {name}", "Leave that flag out"),
+        (facts.acked, "--kv-durability acked", "Use disk instead"),
+    ):
+        if present:
+            return f"{chosen} cannot be combined with --attn-cp-size above 1 and {flag}. {way_out}"
     return None
 
 
@@ -391,6 +416,7 @@ def _unread(facts: Facts) -> str | None:
             f"files of its own",
         ),
         (facts.pp_size > 1, "--pp-size above 1, with which a file has the layers of one stage"),
+        (facts.attn_cp_size > 1, "--attn-cp-size above 1, with which the names of files have the rank"),
     ):
         if present:
             return f"{HICACHE_FILES} does not support {unread}. Leave that setting out"
@@ -416,6 +442,8 @@ def _unsupported_hybrid(facts: Facts) -> str | None:
         (facts.acked, "--kv-durability acked", "Use disk instead"),
         (facts.pp_size > 1, "--pp-size above 1", "Use --tp-size instead"),
         (facts.attn_dp_size > 1, "--attn-dp-size above 1", _REPLICAS),
+        # The ranks may share the heads of states.
+        (facts.attn_cp_size > 1, "--attn-cp-size above 1", "Use --tp-size instead"),
     ):
         if present:
             return f"{FLAG} with {flag} does not serve models with {kind}. {way_out}{_whole_windows(facts)}"
@@ -494,7 +522,8 @@ def _unsupported_flags(facts: Facts) -> str | None:
         (facts.enable_unified_memory, "--enable-unified-memory", "Drop that flag"),
         (facts.enable_hisparse, "--enable-hisparse", "Drop that flag"),
         (facts.dcp_enabled, "--dcp-size above 1", "Use --tp-size instead"),
-        (facts.kv_sharded, "a KV pool sharded by pages", _STOCK),
+        (facts.kv_sharded, "--enable-kv-cache-sharding", "Drop that flag"),
+        (facts.enable_dsa_cache_layer_split, "--enable-dsa-cache-layer-split", "Drop that flag"),
     )
     for present, flag, way_out in rivals:
         if present:

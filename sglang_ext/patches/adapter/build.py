@@ -43,13 +43,13 @@ from sglang_ext.patches.adapter.build_disk import (
     promotions_from,
 )
 from sglang_ext.patches.adapter.build_transfers import (
+    context_ranks,
     dp_rank,
     engine_rank,
     engine_ranks,
     handover_settings,
     in_step,
     make_peers,
-    may_fetch,
     rank_on_server,
 )
 from sglang_ext.patches.adapter.building import Builders, Building, uses_adapters
@@ -143,14 +143,19 @@ def _require(ctx: TreeCacheBuildContext, config: KvConfig) -> None:
         require_retracting(ctx.server_args)
     if not has_components(ctx):  # where a page is a block
         check_block_size(config, ctx.params.page_size)
-    adapters, stages = uses_adapters(), ctx.params.pp_size
-    if config.dram_for_others and not may_fetch(config, adapters=adapters, stages=stages):
-        of, flag = ("LoRA adapters", "--enable-lora") if adapters else ("stages", "--pp-size")
-        raise ConfigError(
-            f"KV of {of} is not fetched from other servers, nor kept for them",
-            field="--kv-dram-size for-others",
-            hint=f"Leave it out, or start without {flag}",
-        )
+    if not config.dram_for_others:
+        return
+    for present, of, flag in (
+        (uses_adapters(), "LoRA adapters", "--enable-lora"),
+        (ctx.params.pp_size > 1, "stages", "--pp-size"),
+        (context_ranks() > 1, "ranks that share the tokens of a prompt", "--attn-cp-size"),
+    ):
+        if present:
+            raise ConfigError(
+                f"KV of {of} is not fetched from other servers, nor kept for them",
+                field="--kv-dram-size for-others",
+                hint=f"Leave it out, or start without {flag}",
+            )
 
 
 def _write_down(build: Building) -> WriteDown | None:

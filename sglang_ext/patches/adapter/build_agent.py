@@ -21,7 +21,7 @@ from sglang_ext.engine.events.registration import Registrar
 from sglang_ext.engine.events.router_commands import RouterCommands
 from sglang_ext.engine.tiers.block_names import BlockNames
 from sglang_ext.keys import Namespace
-from sglang_ext.patches.adapter.build_transfers import dp_rank, engine_ranks
+from sglang_ext.patches.adapter.build_transfers import context_ranks, dp_rank, engine_ranks
 from sglang_ext.protocol.agent import Fill, Load, Naming
 from sglang_ext.protocol.cluster import Registration, RoleName, url_of_replica
 from sglang_ext.protocol.compatibility import bounded
@@ -133,7 +133,7 @@ def attach_agent(
         agent_key=agent.socket.public_key,
         block_size=facts.block_size,
         model=str(server_args.served_model_name or server_args.model_path),
-        tp_size=engine_ranks(),
+        tp_size=engine_ranks() * context_ranks(),
         pp_size=server_args.pp_size,
         namespace=namespace.digest().hex(),
         endpoints=endpoints,

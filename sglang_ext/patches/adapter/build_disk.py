@@ -27,7 +27,7 @@ from sglang_ext.errors import ConfigError
 from sglang_ext.geometry import Geometry
 from sglang_ext.keys import Namespace
 from sglang_ext.mempool.store import Store
-from sglang_ext.patches.adapter.build_transfers import in_step
+from sglang_ext.patches.adapter.build_transfers import context_ranks, in_step
 from sglang_ext.patches.adapter.hbm import Drafts
 from sglang_ext.patches.adapter.pd.pd_setup import on_all_ranks
 from sglang_ext.radix_global import Holder, RadixTree
@@ -55,13 +55,14 @@ class RankFacts:
 
 def weights_reader(ctx: Any, drafts: Drafts) -> Callable[[], str]:
     """Returns what digests the weights as they are, on which the KV of this rank depends: those of its model
-    and of its draft models, whose KV is in a block too. With DP attention those of all ranks of the server,
-    in all of them at once: replicas share all layers but attention, and have the same digest.
+    and of its draft models, whose KV is in a block too. Where ranks share all layers but attention, as the
+    replicas of DP attention and the ranks with the same KV (``--attn-cp-size``) do, those of all ranks of the
+    server, in all of them at once, so that they have the same digest.
 
     The reader raises when weights cannot be read, on all ranks.
     """
     models = [ctx.tp_worker.model_runner.model, *drafts.models]
-    if not in_step():
+    if not in_step() and context_ranks() == 1:
         return partial(weights_digest, *models)
     from sglang.srt.runtime_context import get_parallel
 

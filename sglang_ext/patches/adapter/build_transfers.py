@@ -47,13 +47,15 @@ from sglang_ext.patches.process import PROCESS
 logger = logging.getLogger(__name__)
 
 
-def may_fetch(config: KvConfig, *, adapters: bool, stages: int = 1) -> bool:
+def may_fetch(config: KvConfig, *, adapters: bool, stages: int = 1, contexts: int = 1) -> bool:
     """Whether a server, in whichever role, exchanges KV with peers: when a router can send it `Fetch`.
 
     Not with adapters, whose names mean something on one server only, nor with stages of a pipeline: `Exports`
-    acts on its state of the moment, not on its proposal.
+    acts on its state of the moment, not on its proposal. Nor with ranks that have the same KV: each of ours
+    reads from one of the peer's.
     """
-    return config.router is not None and config.dram_size > 0 and not adapters and stages == 1
+    exchanged = not adapters and stages == contexts == 1
+    return config.router is not None and config.dram_size > 0 and exchanged
 
 
 def hands_over(server_args: Any) -> bool:
@@ -248,6 +250,20 @@ def engine_ranks() -> int:
     return int(get_parallel().attn_tp_size)
 
 
+def context_rank() -> int:
+    """This process's place among the ranks of its stage that have the same KV (``--attn-cp-size``)."""
+    from sglang.srt.runtime_context import get_parallel
+
+    return int(get_parallel().attn_cp_rank)
+
+
+def context_ranks() -> int:
+    """How many ranks of a stage have the same KV: they share the tokens of a prompt while it is computed."""
+    from sglang.srt.runtime_context import get_parallel
+
+    return int(get_parallel().attn_cp_size)
+
+
 def instance_rank() -> int:
     """This process's place among the ranks of its instance, stage by stage."""
     from sglang.srt.runtime_context import get_parallel
@@ -279,7 +295,8 @@ def rank_on_server() -> int:
 
     parallel = get_parallel()
     stage = (dp_rank() or 0) * parallel.pp_size + parallel.pp_rank
-    return int(stage * engine_ranks() + engine_rank())
+    context = stage * context_ranks() + context_rank()
+    return int(context * engine_ranks() + engine_rank())
 
 
 def in_step() -> bool:

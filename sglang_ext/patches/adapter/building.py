@@ -6,7 +6,7 @@ import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 
@@ -30,6 +30,7 @@ from sglang_ext.engine.tiers.promotions import Promotions
 from sglang_ext.engine.tiers.write_down import WriteDown
 from sglang_ext.engine.transfer_thread import TransferThread
 from sglang_ext.engine.weights import Weights
+from sglang_ext.errors import ConfigError
 from sglang_ext.keys import Namespace
 from sglang_ext.mempool.store import Store
 from sglang_ext.patches.adapter.build_disk import (
@@ -40,6 +41,8 @@ from sglang_ext.patches.adapter.build_disk import (
 )
 from sglang_ext.patches.adapter.build_transfers import (
     accelerator_place,
+    context_rank,
+    context_ranks,
     endpoint_config,
     hands_over,
     kv_namespace,
@@ -67,6 +70,12 @@ Builders: TypeAlias = Mapping[type[Planner], Callable[["Building"], Planner | No
 """The builder of each planner; it returns None where the flags turn the mechanism off."""
 
 
+class OpenTiers(Protocol):
+    """Opens the tiers below memory; see `open_below`."""
+
+    def __call__(self, *, follows: bool) -> BlockTier | None: ...
+
+
 class Building:
     """A rank's cache while it is put together: each part is made when it is first asked for.
 
@@ -92,9 +101,12 @@ class Building:
         )
         self.shard = shard_of(ctx)
         self.host = SglangHost(ctx.params.token_to_kv_pool_allocator)
-        self.commands = RankCommandQueue() if ctx.tp_rank == 0 and ctx.params.pp_rank == 0 else None
+        first = ctx.tp_rank == ctx.params.pp_rank == context_rank() == 0
+        self.commands = RankCommandQueue() if first else None
         self.priority_sign = -1 if small_priorities_first() else 1
-        self.fetches = may_fetch(config, adapters=uses_adapters(), stages=ctx.params.pp_size)
+        self.fetches = may_fetch(
+            config, adapters=uses_adapters(), stages=ctx.params.pp_size, contexts=context_ranks()
+        )
         self._builders = builders
         self._made: dict[type[Planner], Planner | None] = {}
 
@@ -130,6 +142,9 @@ class Building:
         if not self.config.dram_size:
             return None
         layout = self.pool.geometry.layout
+        if context_ranks() > 1:
+            open_mine = partial(open_below, self.config, self.instance, self.shard, layout)
+            return open_in_turn(self.ranks, open_mine, follows=context_rank() > 0)
         store = hicache_store(self.ctx, self.config, self.pool.geometry, model=served_model())
         farther = () if store is None else (store,)
         return open_below(self.config, self.instance, self.shard, layout, farther)
@@ -275,6 +290,30 @@ def _transfers_of(
     return on_all_ranks_or_none(transfers, ctx.params.tp_cache_group)
 
 
+def open_in_turn(ranks: Ranks, open_tiers: OpenTiers, *, follows: bool) -> BlockTier | None:
+    """The tiers below memory of a rank that shares its KV with others: of those, the first opens and writes
+    them, and the others follow. Called in every rank at once.
+
+    Raises:
+        ConfigError: they cannot be opened, in this rank or in one that writes.
+    """
+    opened = None
+    try:
+        opened = None if follows else open_tiers(follows=False)
+    except BaseException:
+        ranks.at_once([0])  # the others wait for it
+        raise
+    if ranks.at_once([1]) != [1]:
+        if opened is not None:
+            opened.close()
+        raise ConfigError(
+            "the rank that writes to the tiers below DRAM cannot open them",
+            field="--kv-disk-path",
+            hint="See what it has logged",
+        )
+    return open_tiers(follows=True) if follows else opened
+
+
 def small_priorities_first() -> bool:
     from sglang.srt.runtime_context import get_schedule
 
@@ -296,13 +335,18 @@ def uses_adapters() -> bool:
 
 
 def shard_of(ctx: TreeCacheBuildContext) -> str:
-    """The part of the model that this rank has, as its directory on disk is called."""
+    """The part of the model that this rank has, as its directory on disk is called; ranks with the same KV
+    (``--attn-cp-size``) share one.
+    """
     stage = f"pp{ctx.params.pp_rank}of{ctx.params.pp_size}" if ctx.params.pp_size > 1 else ""
     return f"tp{ctx.tp_rank}of{ctx.tp_size}{stage}"
 
 
 def ranks_of(ctx: TreeCacheBuildContext, *, check: bool) -> Ranks:
-    """The ranks of this instance, of all stages. Called in every rank at once."""
+    """The ranks of this instance, of all stages. Called in every rank at once.
+
+    Without replicas, SGLang's group of a stage's ranks has those that share a prompt's tokens, too.
+    """
     params = ctx.params
     if params.pp_size == 1:
         return Ranks(least_over(params.tp_cache_group), check=check)

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 Column = Literal[
     "HBM", "DRAM", "disk", "fetch", "PD", "return", "migration", "hints", "speculation", "TP", "DP",
-    "DP attention", "PP", "PP in PD", "DP in PD"
+    "DP attention", "CP", "PP", "PP in PD", "DP in PD"
 ]  # fmt: skip
 COLUMNS: tuple[Column, ...] = (
     "HBM", "DRAM", "disk", "fetch", "PD", "return", "migration", "hints", "speculation", "TP", "DP",
-    "DP attention", "PP", "PP in PD", "DP in PD"
+    "DP attention", "CP", "PP", "PP in PD", "DP in PD"
 )  # fmt: skip
 TIERS: tuple[Column, ...] = ("HBM", "DRAM", "disk")
 
@@ -150,6 +150,8 @@ _BELOW_STOCK: dict[Column, Proof] = dict.fromkeys((*TIERS, "fetch", "hints", "DP
 }
 _MOVED = "engine/pd/test_moved_pages.py::test_every_plane_of_a_moved_request_comes"
 _MOVED_ROWS = "engine/pd/test_moved_rows.py::test_all_of_a_moved_request_comes"
+_CONTEXTS = "engine/cache/test_context_ranks.py::test_every_row_is_right_on_ranks_with_the_same_kv"
+_LATENTS: dict[Column, Proof] = {"CP": Proof("oracle", f"{_CONTEXTS}[mla]")}
 _MOVED_BY_NAME = "engine/hybrid/test_oracle_moves.py::test_a_request_goes_on_at_another_scheduler"
 _DSA_RETURN = "engine/pd/test_pd_returns.py::test_every_plane_of_a_block_returns"
 _STATE_DRAFTS = "engine/hybrid/test_oracle_drafts.py::test_every_row_from_dram_and_disk_is_right"
@@ -179,6 +181,7 @@ TABLE: Mapping[str, Family] = MappingProxyType(
                 ),
                 "TP": _server("pd/test_pd_tp.py::test_conversations_get_the_answers_of_one_rank"),
                 "DP": _replicas("tiny"),
+                "CP": Proof("oracle", f"{_CONTEXTS}[mha]"),
                 "PP": _answers("tiny-untied-pp2")["HBM"],
                 "DP in PD": _pairs_of_replicas("tiny"),
                 "PP in PD": _server(
@@ -195,13 +198,15 @@ TABLE: Mapping[str, Family] = MappingProxyType(
             "MLA, dense",
             "DeepSeek-V2 with dense layers, MiniCPM3",
             _answers("tiny-mla")
-            | _also("tiny-mla", "fetch", "PD", "return", "migration", "hints", "speculation"),
+            | _also("tiny-mla", "fetch", "PD", "return", "migration", "hints", "speculation")
+            | _LATENTS,
         ),
         "mla-moe": Family(
             "MLA with experts",
             "DeepSeek V3, R1, V3.1, Kimi K2 (text), LongCat-Flash, GLM-4.7-Flash",
             _answers("tiny-mla-moe")
             | _also("tiny-mla-moe", "fetch", "PD", "return", "migration", "hints")
+            | _LATENTS
             | {
                 "DP attention": _replicas("tiny-mla-moe-attention"),
                 "DP in PD": _pairs_of_replicas("tiny-mla-moe-attention"),
@@ -280,6 +285,7 @@ TABLE: Mapping[str, Family] = MappingProxyType(
                 "hints": Proof("oracle", _DSA_HINTS),
                 "speculation": Proof("oracle", _DSA_TRAFFIC),
                 "TP": Proof("oracle", _DSA_RANKS),
+                "CP": Proof("oracle", f"{_CONTEXTS}[dsa]"),
             },
         ),
         "dsa-group": Family(

@@ -61,6 +61,7 @@ def facts_of(ctx: Any, config: KvConfig) -> Facts:
         radix_eviction_policy=memory.radix_eviction_policy,
         **_replicas(parallel),
         attn_cp_size=parallel.attn_cp_size,
+        enable_dsa_cache_layer_split=getattr(parallel, "enable_dsa_cache_layer_split", False),
         pp_size=parallel.pp_size,
         enable_pdmux=disagg.enable_pdmux,
         dllm_algorithm=get_exec().dllm.dllm_algorithm,
@@ -136,6 +137,7 @@ _SAME_NAMES = (
     "disaggregation_mode",
     "dllm_algorithm",
     "dp_size",
+    "enable_dsa_cache_layer_split",
     "enable_encoder_swa_bounded_replay",
     "enable_flexkv",
     "enable_hierarchical_cache",
@@ -165,11 +167,16 @@ def given_facts(server_args: Any, config: KvConfig) -> Facts:
     same = {name: value for name in _SAME_NAMES if (value := getattr(server_args, name, None)) is not None}
     if getattr(server_args, "enable_dp_attention", False):  # --attn-dp-size as it was called before
         same["attn_dp_size"] = max(same.get("attn_dp_size", 1), same.pop("dp_size", 1))
+    if getattr(server_args, "enable_prefill_cp", False) and same.get("attn_cp_size", 1) == 1:
+        # As SGLang resolves it with DSA; other models have no context parallelism by that flag alone.
+        ranks = getattr(server_args, "tp_size", None) or 1
+        same["attn_cp_size"] = max(1, ranks // same.get("attn_dp_size", 1))
     return Facts(
         **same,
         caches=getattr(server_args, "radix_cache_backend", None) == BACKEND,
         transfers=getattr(server_args, "disaggregation_transfer_backend", None) == BACKEND,
         dcp_enabled=(getattr(server_args, "dcp_size", None) or 1) > 1,
+        kv_sharded=bool(getattr(server_args, "enable_kv_cache_sharding", False)),
         speculative_algorithm=algorithm and algorithm.upper(),
         defers_draft_kv=_defers_draft_kv(),
         prefill_graphs=in_json or getattr(server_args, "cuda_graph_backend_prefill", None),
@@ -267,6 +274,11 @@ def require_computing(server_args: Any) -> None:
             getattr(server_args, "pp_size", 1) > 1,
             "--pp-size above 1",
             "stages are idle at other times",
+        ),
+        (
+            getattr(server_args, "attn_cp_size", 1) > 1,
+            "--attn-cp-size above 1",
+            "no test has such a server compute ahead",
         ),
     ):
         if present:

@@ -53,7 +53,8 @@ class StageReporter:
 
         self.args = server_args
         self.reports = flags.carried_config(server_args, os.environ).stage_times == "on"
-        counts = server_args.enable_metrics and get_parallel().attn_tp_rank == 0
+        parallel = get_parallel()
+        counts = server_args.enable_metrics and parallel.attn_tp_rank == parallel.attn_cp_rank == 0
         self.metrics = StageMetrics() if counts else None
 
     def ended(self, req: Any) -> StageTimes | None:

@@ -55,6 +55,7 @@ ASKED: dict[Column, dict[str, Any]] = {
     "TP": {"dram": True},
     "DP": {"dp_size": 2},
     "DP attention": {"attn_dp_size": 2},
+    "CP": {"dram": True, "disk": True, "attn_cp_size": 2},
     "PP": {"dram": True, "pp_size": 2},
     "DP in PD": {"caches": False, "transfers": True, "dp_size": 2},
     "PP in PD": {"caches": False, "transfers": True, "pp_size": 2, "disaggregation_mode": "decode"},

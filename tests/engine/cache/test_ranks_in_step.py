@@ -5,16 +5,15 @@ They compare numbers at most once in a pass, and once more when something has st
 
 from __future__ import annotations
 
-import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from engine_pools import PoolKind
-from engine_ranks import RANKS, DriftedApart, Together
+from engine_ranks import DriftedApart, TooManyComparisons, serve
 from engine_scheduler import Settings
-from engine_simulation import Rank, Scenario, Traffic, finish
+from engine_simulation import Rank, Scenario
 
 from sglang_ext.engine.ranks import Part, Ranks
 from sglang_ext.engine.retraction import Retraction, Running, Verdict, Wanting, weigh
@@ -24,10 +23,6 @@ from sglang_ext.testing.tiers import WrappedTier
 from sglang_ext.tiered_store.tier import BlockMemory, BlockTier, Get, Ids, LayerRead
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("sglang_config")]
-
-
-class TooManyComparisons(AssertionError):
-    """The ranks compared numbers more often in a pass than once."""
 
 
 class LateLayers(WrappedTier):
@@ -104,115 +99,6 @@ class Silent:
 
 class Other(Silent):
     """Another part that proposes as many."""
-
-
-class RankThread(threading.Thread):
-    """One rank's scheduler process."""
-
-    def __init__(
-        self, number: int, together: Together, make: Callable[[int], Rank], seed: int, steps: int
-    ) -> None:
-        super().__init__(name=f"rank {number}")
-        self._number = number
-        self._together = together
-        self._make = make
-        self._seed = seed
-        self._steps = steps
-        self.error: BaseException | None = None
-        self.compared = 0
-        """Passes in which the ranks compared numbers."""
-        self.streamed = 0
-        self.loaded = 0
-        self.evicted = 0
-        self.retracted = 0
-        self.start()
-
-    def run(self) -> None:
-        rank = self._make(self._number)
-        try:
-            self._serve(rank)
-        except BaseException as error:  # noqa: BLE001 - raised again by the test
-            self.error = error
-            self._together.give_up()
-        finally:
-            rank.close()
-
-    def _serve(self, rank: Rank) -> None:
-        traffic = Traffic(rank.scenario, self._seed, rank.scenario.stretch)
-        for step in range(self._steps):
-            traffic.act(rank.scheduler)
-            self._step(rank)
-            rank.check()
-            seen = (rank.picture(), rank.pools.free_slots().tolist())
-            pictures = self._together.everyone(self._number, seen)
-            if pictures[0] != pictures[1]:
-                raise DriftedApart(f"the ranks have different trees after step {step}")
-        self.loaded = rank.scheduler.loaded_tokens
-        self.evicted = rank.tier.evicted if rank.tier is not None else 0
-        if rank.cache.retracting is not None:
-            self.retracted = rank.cache.retracting.retraction.counters.retracted
-        finish(rank)
-
-    def _step(self, rank: Rank) -> None:
-        streams = 0
-
-        def noted() -> bool:
-            nonlocal streams
-            before = rank.ranks.vectors
-            held = streams_hold()
-            streams = rank.ranks.vectors - before
-            return held
-
-        streams_hold, before = rank.cache.streams_hold, rank.ranks.vectors
-        rank.cache.streams_hold = noted  # type: ignore[method-assign]
-        rank.scheduler.step()
-        del rank.cache.streams_hold
-        compared = rank.ranks.vectors - before
-        if streams > 1 or compared - streams > 1:
-            raise TooManyComparisons(f"{compared} times, {streams} of them for what streamed")
-        self.compared += compared
-        self.streamed += streams
-
-
-def serve(
-    scenario: Scenario,
-    seed: int,
-    steps: int,
-    *,
-    agree: bool = True,
-    threaded: bool = False,
-    also: Callable[[Rank, int], Part] | None = None,
-    check: bool = False,
-    disk: Callable[[BlockTier], BlockTier] = lambda disk: disk,
-) -> list[RankThread]:
-    """Serve the same traffic on all ranks; rank 0 copies when it has to, rank 1 at random or in a thread."""
-    together = Together()
-
-    def make(number: int) -> Rank:
-        def least(numbers: Sequence[int]) -> Sequence[int]:
-            said = together.everyone(number, list(numbers))
-            return [min(each) for each in zip(*said, strict=True)]
-
-        own = scenario
-        if threaded and number == 1:
-            own = Scenario(**{**scenario.__dict__, "threaded": True})
-        pace = random.Random(1000 + number) if number == 1 else None
-        rank = Rank(own, pace=pace, least=least if agree else None, check=check, disk_class=disk)
-        if also is not None:
-            rank.ranks.add(also(rank, number))
-        return rank
-
-    ranks = [RankThread(number, together, make, seed, steps) for number in range(RANKS)]
-    for rank in ranks:
-        rank.join(timeout=300)
-        assert not rank.is_alive()
-    errors = [rank.error for rank in ranks if rank.error is not None]
-    for error in errors:
-        if not isinstance(error, DriftedApart):  # the other ranks raise it when one gives up
-            raise error
-    if errors:
-        raise errors[0]
-    return ranks
 
 
 SCENARIOS = [

@@ -92,7 +92,8 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"enable_unified_memory": True}, ("--enable-unified-memory",)),
     ({"enable_hisparse": True}, ("--enable-hisparse",)),
     ({"dcp_enabled": True}, ("--dcp-size", "--tp-size")),
-    ({"kv_sharded": True}, ("sharded",)),
+    ({"kv_sharded": True}, ("--enable-kv-cache-sharding", "Drop that flag")),
+    ({"enable_dsa_cache_layer_split": True}, ("--enable-dsa-cache-layer-split", "Drop that flag")),
     ({"speculative_algorithm": "UNO"}, ("--speculative-algorithm UNO", "Use one of DFLASH", "EAGLE, EAGLE3")),
     (
         {"speculative_algorithm": "DFLASH", "speculative_draft_window_size": 512},
@@ -125,7 +126,21 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         {"attn_dp_size": 2, "speculative_algorithm": "EAGLE"},
         ("--attn-dp-size above 1 and --speculative-algorithm", "Drop one"),
     ),
-    ({"attn_cp_size": 2}, ("--attn-cp-size above 1", "--tp-size")),
+    *(
+        ({"attn_cp_size": 2, **facts}, ("--attn-cp-size above 1", *words))
+        for facts, *words in (
+            ({"disaggregation_mode": "prefill"}, "--disaggregation-mode", "Use --tp-size"),
+            ({"attn_dp_size": 2}, "--attn-dp-size above 1", "Use one of them"),
+            ({"dp_size": 2}, "--dp-size above 1", "--colocated N"),
+            ({"pp_size": 2}, "--pp-size above 1", "Use one of them"),
+            ({"nnodes": 2}, "--nnodes above 1", "Use one node"),
+            ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm EAGLE", "Leave that flag out"),
+            ({"acked": True}, "--kv-durability acked", "Use disk instead"),
+            ({"hicache": True}, "--kv-load-policy hicache", "Leave that setting out"),
+            ({"is_hybrid_swa": True}, "sliding windows", "Use --tp-size"),
+            ({"is_hybrid_ssm": True}, "states", "Use --tp-size"),
+        )
+    ),
     ({"enable_pdmux": True}, ("--enable-pdmux", "Drop that flag")),
     ({"dllm_algorithm": "LowConfidence"}, ("--dllm-algorithm", "Start without")),
     ({"pp_size": 2, "acked": True}, ("--kv-durability acked", "--pp-size above 1", "Use disk")),
@@ -251,6 +266,8 @@ def test_it_is_refused_by_name_with_the_way_out(facts: dict[str, Any], words: tu
         {"dp_size": 2, "dram": True, "disk": True, "nnodes": 1},
         {"dp_size": 2, "is_hybrid_swa": True, "dram": True, "page_size": 16},
         {"attn_dp_size": 2, "dram": True, "disk": True},
+        {"attn_cp_size": 2, "dram": True, "disk": True, "speculative_algorithm": "NGRAM"},
+        {"attn_cp_size": 2, "is_dsa": True, "kv_pool": "DSATokenToKVPool", "dram": True, "disk": True},
         {"caches": False, "disable_radix_cache": True, "is_hybrid_ssm": True},
         {"caches": False, "transfers": True, "disable_radix_cache": True},
         {
@@ -288,7 +305,8 @@ def given_args(**given: Any) -> SimpleNamespace:
         ({"dp_size": 2, "disaggregation_mode": "prefill"}, "--dp-size"),
         ({"dp_size": 2, "enable_dp_attention": True, "speculative_algorithm": "EAGLE"}, "--attn-dp-size"),
         ({"attn_dp_size": 2, "disaggregation_mode": "prefill"}, "--attn-dp-size"),
-        ({"attn_cp_size": 2}, "--attn-cp-size"),
+        ({"attn_cp_size": 2, "pp_size": 2}, "--attn-cp-size"),
+        ({"enable_prefill_cp": True, "tp_size": 8, "speculative_algorithm": "EAGLE"}, "--attn-cp-size"),
         ({"pp_size": 2, "speculative_algorithm": "eagle"}, "--pp-size"),
         ({"enable_pdmux": True}, "--enable-pdmux"),
         ({"dllm_algorithm": "LowConfidence"}, "--dllm-algorithm"),
@@ -316,6 +334,7 @@ def test_the_command_line_is_refused_before_anything_is_loaded(given: dict[str, 
         ({"dp_size": 2}, "--dp-size or --attn-dp-size above 1"),
         ({"attn_dp_size": 2}, "--dp-size or --attn-dp-size above 1"),
         ({"pp_size": 2}, "--pp-size above 1"),
+        ({"attn_cp_size": 2}, "--attn-cp-size above 1"),
     ],
 )
 def test_computing_ahead_is_refused_where_requests_of_our_own_have_no_place(

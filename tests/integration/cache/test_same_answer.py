@@ -36,12 +36,15 @@ GetServer = Callable[[ServerSpec], ServerProcess]
 
 
 def spec(kind: str, page_size: int, disk: Path) -> ServerSpec:
-    model = kind.removesuffix(TWO_RANKS).removesuffix(TWO_STAGES).removesuffix(WHOLE_WINDOWS)
-    recipe, ranks = RECIPES[model], 2 if kind.endswith((TWO_RANKS, TWO_STAGES)) else 1
+    model = kind
+    for suffix in (TWO_RANKS, TWO_STAGES, WHOLE_WINDOWS, SAME_KV):
+        model = model.removesuffix(suffix)
+    recipe, ranks = RECIPES[model], 2 if kind.endswith((TWO_RANKS, TWO_STAGES, SAME_KV)) else 1
     whole = ("--disable-hybrid-swa-memory",) if kind.endswith(WHOLE_WINDOWS) else ()
     split = "--pp-size" if kind.endswith(TWO_STAGES) else "--tp"
+    contexts = ("--attn-cp-size", "2") if kind.endswith(SAME_KV) else ()
     # Ranks share the heads; latents have none, and each rank has them all. Stages share the layers.
-    shares = 1 if "kv_lora_rank" in recipe.config and split == "--tp" else ranks
+    shares = 1 if contexts or ("kv_lora_rank" in recipe.config and split == "--tp") else ranks
     dram = DRAM_TOKENS * recipe.kv_elements_per_token * 4 // shares
     return ServerSpec(
         model=model,
@@ -49,7 +52,7 @@ def spec(kind: str, page_size: int, disk: Path) -> ServerSpec:
             *("--radix-cache-backend", "global", "--kv-dram-size", str(dram), "--kv-check"),
             *("--kv-disk-path", str(disk), "--kv-disk-size", "4GB", "--kv-load-policy", "always"),
             *("--max-total-tokens", str(HBM_TOKENS), "--page-size", str(page_size)),
-            *("--chunked-prefill-size", "256", *whole, split, str(ranks)),
+            *("--chunked-prefill-size", "256", *whole, *contexts, split, str(ranks)),
         ),
         environment={
             **({"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if ranks == 2 else {}),
@@ -60,7 +63,7 @@ def spec(kind: str, page_size: int, disk: Path) -> ServerSpec:
     )
 
 
-TWO_RANKS, TWO_STAGES, WHOLE_WINDOWS = "-tp2", "-pp2", "-whole"
+TWO_RANKS, TWO_STAGES, WHOLE_WINDOWS, SAME_KV = "-tp2", "-pp2", "-whole", "-cp2"
 SERVERS = (
     *(("tiny", 1), ("tiny", 16), ("tiny-mla", 1), ("tiny-mla", 16)),
     *(("tiny-moe", 16), ("tiny-mixtral", 1), ("tiny-glm", 16), ("tiny-mla-moe", 16)),
@@ -70,8 +73,9 @@ SERVERS = (
 RANKS = (("tiny-moe-tp2", 16), ("tiny-mla-tp2", 16), ("tiny-mla-moe-tp2", 16), ("tiny-gemma3-tp2", 16))
 STAGES = (("tiny-untied-pp2", 16), ("tiny-moe-pp2", 16))
 WHOLE = (("tiny-spark-whole", 16),)
-"""The same on two ranks, in two stages, and with windows of which all KV is kept, in the comparison and its
-twin alone."""
+CONTEXTS = (("tiny-moe-cp2", 16), ("tiny-mla-cp2", 16), ("tiny-mla-moe-cp2", 16))
+"""The same on two ranks, in two stages, with windows of which all KV is kept, and on two ranks with the same
+KV, in the comparison and its twin alone. On a CPU, the last both compute all tokens of a prompt."""
 SLOW = ("tiny-mla", "tiny-mla-moe")
 """Latent attention costs ten times as much on a CPU."""
 LONG = {"tiny": 200, "tiny-mla": 20}
@@ -140,7 +144,7 @@ def conversations_of(server: ServerProcess, long_run: bool) -> int:
 
 
 @pytest.mark.timeout(3600)
-@on(("tiny", 1), ("tiny-mla", 16), ("tiny-moe", 16), more=(*RANKS, *STAGES, *WHOLE))
+@on(("tiny", 1), ("tiny-mla", 16), ("tiny-moe", 16), more=(*RANKS, *STAGES, *WHOLE, *CONTEXTS))
 def test_hits_of_every_kind_give_the_cold_answer(server: ServerProcess, long_run: bool) -> None:
     count = conversations_of(server, long_run)
     conversations = random_conversations(
@@ -189,7 +193,7 @@ def fill(server: ServerProcess, tokens: int, seed: int) -> None:
         server.generate([rng.randrange(100, 30_000) for _ in range(800)], max_new_tokens=1)
 
 
-@on(("tiny", 1), ("tiny-mla", 16), ("tiny-moe", 16), more=(*RANKS, *STAGES, *WHOLE))
+@on(("tiny", 1), ("tiny-mla", 16), ("tiny-moe", 16), more=(*RANKS, *STAGES, *WHOLE, *CONTEXTS))
 def test_one_damaged_bit_in_dram_is_seen(server: ServerProcess) -> None:
     """The twin: if this did not fail, the test above would prove nothing."""
     server.flush()
