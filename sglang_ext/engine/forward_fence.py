@@ -1,10 +1,13 @@
-"""When a peer or a copy may write to slots that the engine has just allocated: after the passes under way.
+"""When a peer or a copy may use slots that passes under way use too: after these passes.
 
 With overlap, the result of pass k-2 ends a request while pass k-1, which still contains it, runs. SGLang
 frees the request's slots at once and may give them to the next request; its own forward passes come later on
 the same stream and are safe. Any other writer to such slots (a one-sided read, a peer's push) has to wait for
 pass k-1, or that pass stores the old request's deeper layers over the new KV. SGLang fences its own loads the
 same way (`HiCacheController.load_fence_stream`).
+
+Pass k-1 also computes the KV of the last token of the request that has ended, which is in the tree already. A
+peer that reads it has to wait for the same pass: the scheduler's own stream does not always follow it.
 """
 
 from __future__ import annotations
@@ -54,12 +57,8 @@ class ForwardFence:
             event.record(stream)
             events.append(event)
 
-        def passed() -> bool:
-            while events and events[-1].query():
-                events.pop()
-            return not events
-
-        return passed
+        # Several threads may ask at once.
+        return lambda: all(event.query() for event in events)
 
 
 async def until_passed(passed: Passed) -> None:

@@ -80,7 +80,7 @@ class Server:
             self.role.prefill(self.rank.scheduler, lambda: nothing_runs, returns=True)
         else:
             cache.chunks = None
-            self.role.decode(0, returns=True)
+            self.role.decode(lambda: nothing_runs, 0, returns=True)
         self.role.begin()
 
     def step(self) -> None:

@@ -82,8 +82,8 @@ def test_a_return_is_offered_once_the_device_has_given_its_pages(
 ) -> None:
     given, stock = threading.Event(), Blocks.reading
 
-    def late(self: Blocks, slots: Sequence[Any]) -> Any:
-        read = stock(self, slots)
+    def late(self: Blocks, slots: Sequence[Any], fence: Any) -> Any:
+        read = stock(self, slots, fence)
         return lambda: read() if given.is_set() else None
 
     monkeypatch.setattr(Blocks, "reading", late)

@@ -28,6 +28,7 @@ from stream_engine import (
     stream_rank,
 )
 
+from sglang_ext.engine.forward_fence import ForwardFence
 from sglang_ext.engine.movers import layer_copies
 from sglang_ext.engine.movers.cuda_mover import CudaMover
 from sglang_ext.engine.movers.mover import Near
@@ -145,7 +146,7 @@ def test_the_pages_of_a_return_are_read_without_waiting(asks: bool, monkeypatch:
         slots = [torch.arange(first, first + 8, device=DEVICE) for first in (16, 4)]
         if not asks:
             monkeypatch.setattr(FakeEvent, "query", lambda event: True)
-        pages = Blocks(cache).reading(slots)
+        pages = Blocks(cache).reading(slots, ForwardFence(torch.cuda, ()))
         del slots
         if asks:
             assert pages() is None

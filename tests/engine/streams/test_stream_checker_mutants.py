@@ -20,7 +20,6 @@ ELSEWHERE = {
     "engine/gpu_link.py": "times copies when a server starts; no cache is there yet",
     "engine/pd/granting.py": "tests/engine/pd/test_forward_fence.py, whose twin has no fence",
     "engine/pd/reading.py": "tests/engine/pd/test_forward_fence.py, whose twin has no fence",
-    "engine/pd/returns/reservations.py": "test_stream_checker_engine.py, whose twin does not ask the event",
     "engine/pd/returns/return_sender.py": "tests/engine/pd/test_pd_returns.py, where pages come late",
     "engine/pd/returns/return_receiver.py": "tests/engine/pd/test_pd_returns.py, whose twin has no fence",
     "gpu_check/copies.py": "times copies and compares them in a process of its own; no cache is there",
@@ -54,7 +53,7 @@ DRILLED = [site for site in SITES if site.path in (MOVER, FENCE)]
 
 def test_all_sites_are_known() -> None:
     assert len(DRILLED) == 22
-    assert len(SITES) == 40
+    assert len(SITES) == 38
     assert {site.path for site in SITES} == {MOVER, FENCE, *ELSEWHERE}
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from sglang_ext.disagg.runs import Ids
+from sglang_ext.engine.forward_fence import Passed
 from sglang_ext.engine.pd.returns.room import BUDGET, held, reserve
 from sglang_ext.engine.peers.arena_leases import DRAM_POOL
 from sglang_ext.engine.transfer_thread import HBM_POOL
@@ -48,9 +49,10 @@ class Blocks:
         pages: Ids = found[:: self.page] // self.page
         return pages
 
-    def reading(self, slots: Sequence[Any]) -> Callable[[], Ids | None]:
+    def reading(self, slots: Sequence[Any], fence: Callable[[], Passed]) -> Callable[[], Ids | None]:
         """Begin to read the pages of runs of slots, without waiting for the device that has them. Returns a
-        function that gives the pages, or None as long as they are on their way. From any thread.
+        function that gives the pages, or None as long as they are on their way, or passes under way may
+        still write to them. From any thread.
         """
         if not isinstance(slots[0], torch.Tensor) or not slots[0].is_cuda:
             found = np.concatenate([self.pages(each) for each in slots])
@@ -58,9 +60,8 @@ class Blocks:
         on_device = torch.cat(list(slots))[:: self.page] // self.page
         here = torch.empty(len(on_device), dtype=torch.int64).pin_memory()
         here.copy_(on_device, non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record()
-        return lambda: here.numpy() if copied.query() else None
+        passed = fence()  # behind the copy too
+        return lambda: here.numpy() if passed() else None
 
     def pages_of(self, key: bytes) -> int:
         """The number of pages in the whole blocks of a prompt."""

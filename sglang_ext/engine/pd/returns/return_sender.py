@@ -13,7 +13,7 @@ from sglang_ext.disagg.errors import RefusedError
 from sglang_ext.disagg.handover import LEASE_SECONDS, moving_seconds
 from sglang_ext.disagg.messages import Offer
 from sglang_ext.disagg.runs import Ids
-from sglang_ext.engine.forward_fence import until_passed
+from sglang_ext.engine.forward_fence import Passed, nothing_runs, until_passed
 from sglang_ext.engine.pd.agent import Agent
 from sglang_ext.engine.pd.messages import RETURN_SECONDS, Return, ReturnEnd
 from sglang_ext.engine.pd.peers import PrefillPeer
@@ -38,7 +38,8 @@ def home_of(req: Any) -> str:
 @dataclass(eq=False)
 class _Going:
     """One request on its way back, on decode. void: its blocks are not locked any more. over: it has ended on
-    this rank. reading: gives the numbers of its pages, once the device has; they are offered then.
+    this rank. reading: gives the numbers of its pages once the device has these and all of their KV; they are
+    offered then.
     """
 
     name: str
@@ -57,11 +58,18 @@ class _Going:
 
 
 class ReturnSender:
-    """Decode's side of one rank."""
+    """Decode's side of one rank.
 
-    def __init__(self, blocks: Blocks, agent: Agent) -> None:
+    fence: makes a check for the end of the passes under way, one of which computes the KV of the last token
+    of a request that has ended.
+    """
+
+    def __init__(
+        self, blocks: Blocks, agent: Agent, fence: Callable[[], Passed] = lambda: nothing_runs
+    ) -> None:
         self._blocks = blocks
         self._agent = agent
+        self._fence = fence
         self._going: list[_Going] = []
         """In the order in which they ended, as on all ranks."""
         self._begun = 0
@@ -131,7 +139,7 @@ class ReturnSender:
             home_of(req),
             node,
             pages,
-            self._blocks.reading(slots),
+            self._blocks.reading(slots, self._fence),
             req,
             key[: count * cache.tree.block_bytes],
         )

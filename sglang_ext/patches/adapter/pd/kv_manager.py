@@ -180,7 +180,7 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
             if prefill:
                 self.role.prefill(scheduler, self.fence, returns=config.pd_caching == "3")
             else:
-                self.role.decode(config.load_min_tokens, returns=config.pd_caching == "3")
+                self.role.decode(self.fence, config.load_min_tokens, returns=config.pd_caching == "3")
             self.role.begin()
         if (poller := poller_of(scheduler)) is not None:
             poller.register(self.agent.alarm.fd, POLLIN)

@@ -92,9 +92,9 @@ class RoleParts:
         `ReturnReceiver`."""
         raise NotImplementedError
 
-    def decode(self, least_tokens: int, *, returns: bool) -> None:
-        """Have the parts of decode. least_tokens: see `LocalAhead`. returns: whether KV goes back to
-        prefill."""
+    def decode(self, fence: Callable[[], Passed], least_tokens: int, *, returns: bool) -> None:
+        """Have the parts of decode. fence: see `ReturnSender`. least_tokens: see `LocalAhead`. returns:
+        whether KV goes back to prefill."""
         raise NotImplementedError
 
     def begin(self) -> None:
@@ -133,13 +133,13 @@ class PlainRole(RoleParts):
         agent.receive_returns(return_receiver)
         self._listeners.append(return_receiver)
 
-    def decode(self, least_tokens: int, *, returns: bool) -> None:
+    def decode(self, fence: Callable[[], Passed], least_tokens: int, *, returns: bool) -> None:
         self._listeners.append(_PrefillServersListed(self._agent))
         if self._cache.dram is not None:
             self._local = LocalAhead(self._cache, least_tokens=least_tokens)
             self._listeners.append(self._local)
         if returns:
-            return_sender = ReturnSender(Blocks(self._cache), self._agent)
+            return_sender = ReturnSender(Blocks(self._cache), self._agent, fence)
             self._agent.send_returns(return_sender)
             self._listeners.append(_ReturnsSent(return_sender))
             self._parts.append(return_sender)
@@ -192,7 +192,7 @@ class HybridRole(RoleParts):
         agent.receive_returns(return_receiver)
         self._listeners.append(return_receiver)
 
-    def decode(self, least_tokens: int, *, returns: bool) -> None:
+    def decode(self, fence: Callable[[], Passed], least_tokens: int, *, returns: bool) -> None:
         cache = self._cache
         self._listeners.append(_PrefillServersListed(self._agent))
         if not returns or cache.peers is None:
