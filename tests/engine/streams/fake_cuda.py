@@ -373,7 +373,7 @@ class FakeCuda:
             timeline,
             f"reuse of {memory.name}",
             writes=[(memory, cells)],
-            action=_outside(lambda: whole.fill_(POISON)),
+            action=unseen(lambda: whole.fill_(POISON)),
         )
 
     def access(self, tensor: torch.Tensor) -> Access:
@@ -403,7 +403,7 @@ class FakeCuda:
         """Work that no operator of torch does: a kernel, a pass, a replayed graph."""
         self.launches.append(name)
         timeline = (stream or self.current).timeline
-        self.trace.run(timeline, name, reads=reads, writes=writes, action=_outside(action))
+        self.trace.run(timeline, name, reads=reads, writes=writes, action=unseen(action))
 
     def runtime(self) -> FakeRuntime:
         """In place of `CudaRuntime`."""
@@ -530,7 +530,7 @@ class _Mode(TorchDispatchMode):
                     before.copy_(now)
 
         operation = cuda.trace.run(timeline, name, reads=reads, writes=writes, site=caller())
-        operation.action = None if name == "empty" else _outside(again)
+        operation.action = None if name == "empty" else unseen(again)
         sizes_on_host = name in ("nonzero", "_unique2", "masked_select", "equal")
         if (on_device and (not outs or sizes_on_host)) or self._host_waits(name, args, kwargs, tensors):
             cuda.trace.wait(timeline.clock, caller())
@@ -625,7 +625,7 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
 
 
-def _outside(action: Callable[[], Any]) -> Callable[[], None]:
+def unseen(action: Callable[[], Any]) -> Callable[[], None]:
     """Carry out again without being recorded."""
 
     def quiet() -> None:

@@ -1,7 +1,7 @@
 """The places where the product orders streams, found in its source, and sources with one of them changed.
 
 A site is a call of a method that waits for a stream or an event, records or asks an event, keeps memory for
-a stream, or makes the host wait; or of one of the product's own helpers that does.
+a stream, or makes the host wait; or of one of the product's own helpers that does; or one that sets a fence.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ STREAMS = {"wait_stream", "wait_event", "record_stream", "record_event", "synchr
 EVENTS = {"record", "query"}
 """Names that other classes have too: sites only in modules that have one of the others, or make events."""
 FENCES = {"until_passed"}
+SETTERS = {"fence", "_fence"}
+"""Calls that set a fence. Order of memory has fences too: sites only in modules that ask for passes."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ def sites_of(path: Path) -> list[Site]:
     """The sites of a module, in its order."""
     text = path.read_text(encoding="utf-8")
     names = STREAMS | FENCES | (EVENTS if ".Event(" in text or "wait_stream" in text else set())
+    names |= SETTERS if "Passed" in text or "Wanted(" in text else set()
     if not any(name in text for name in names):
         return []
     tree = ast.parse(text)
@@ -51,10 +54,14 @@ def sites_of(path: Path) -> list[Site]:
     }
     found = []
     for index, node in enumerate(calls_of(tree)):
-        name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-        if name in names:
+        if called(node) in names:
             found.append(Site(str(path.relative_to(ROOT)), owners.get(node, ""), ast.unparse(node), index))
     return found
+
+
+def called(call: ast.Call) -> str:
+    """The name of what is called."""
+    return str(getattr(call.func, "attr", getattr(call.func, "id", "")))
 
 
 def calls_of(tree: ast.AST) -> list[ast.Call]:
@@ -103,13 +110,16 @@ def _change(body: list[ast.stmt], at: int, change: str) -> bool:
 
 
 class _Answer(ast.NodeTransformer):
-    """A question whose answer is always yes."""
+    """A question whose answer is always yes, or a fence that is always passed."""
 
     def __init__(self, call: ast.Call) -> None:
         self._call = call
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        return ast.Constant(value=True) if node is self._call else self.generic_visit(node)
+        if node is not self._call:
+            return self.generic_visit(node)
+        yes = ast.Constant(value=True)
+        return ast.parse("lambda: True", mode="eval").body if called(node) in SETTERS else yes
 
 
 @contextmanager

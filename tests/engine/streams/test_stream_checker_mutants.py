@@ -1,14 +1,18 @@
 """The stream checker finds each wait, record and question of the product that is deleted or moved.
 
-A site is noticed when the drill of the mover and of the fence fails without it. Moves that change nothing are
-argued here.
+A site is noticed when the drill of the mover and of the fence, or that of two processes, fails without it.
+Moves that change nothing are argued here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 from stream_drill import Drill
 from stream_mutants import Site, all_sites, module_of, mutants_of
+from stream_pd import PARTS, PdDrill
 
 MOVER, FENCE = "engine/movers/cuda_mover.py", "engine/forward_fence.py"
 PACES = (0.0, 0.3, 1.0)
@@ -16,12 +20,8 @@ PACES = (0.0, 0.3, 1.0)
 
 ELSEWHERE = {
     "calibration/reductions.py": "times reductions in a process of its own; no cache is there",
-    "engine/movers/gpu_memory.py": "tests/engine/tiers/test_gpu_memory.py has both in their order",
     "engine/gpu_link.py": "times copies when a server starts; no cache is there yet",
-    "engine/pd/granting.py": "tests/engine/pd/test_forward_fence.py, whose twin has no fence",
-    "engine/pd/reading.py": "tests/engine/pd/test_forward_fence.py, whose twin has no fence",
-    "engine/pd/returns/return_sender.py": "tests/engine/pd/test_pd_returns.py, where pages come late",
-    "engine/pd/returns/return_receiver.py": "tests/engine/pd/test_pd_returns.py, whose twin has no fence",
+    "patches/adapter/pd/kv_requests.py": "tests/engine/pd/test_forward_fence.py, by SGLang's slots",
     "gpu_check/copies.py": "times copies and compares them in a process of its own; no cache is there",
 }
 """Sites that the drill does not reach, and their tests."""
@@ -46,15 +46,19 @@ ARGUED = {
     ("settle: self._write_stream.synchronize()", "up"): NOTHING_BETWEEN,
     ("settle: self._write_stream.synchronize()", "down"): ASKED_AGAIN,
     ("wait_writes: self._writes.popleft().synchronize()", "down"): NOTHING_BETWEEN,
+    ("receive: until_passed(wanted.passed)", "up"): NOTHING_BETWEEN,
+    ("_read: until_passed(wanted.passed)", "up"): NOTHING_BETWEEN,
+    ("_read: until_passed(wanted.passed)", "down"): NOTHING_BETWEEN,
+    ("_read: until_passed(passed)", "up"): NOTHING_BETWEEN,
 }
 SITES = all_sites()
-DRILLED = [site for site in SITES if site.path in (MOVER, FENCE)]
+DRILLED = [site for site in SITES if site.path in (MOVER, FENCE, *PARTS)]
 
 
 def test_all_sites_are_known() -> None:
-    assert len(DRILLED) == 22
-    assert len(SITES) == 38
-    assert {site.path for site in SITES} == {MOVER, FENCE, *ELSEWHERE}
+    assert len(DRILLED) == 30
+    assert len(SITES) == 41
+    assert {site.path for site in SITES} == {MOVER, FENCE, *PARTS, *ELSEWHERE}
 
 
 @pytest.mark.parametrize("kernel", [True, False], ids=["kernel", "plain"])
@@ -65,6 +69,16 @@ def test_the_product_passes_the_drill(pace: float, kernel: bool) -> None:
     assert bool(drill.mover.blocks_without_kernel) is not kernel
 
 
+@pytest.mark.parametrize("pace", PACES[1:])
+def test_the_product_passes_the_drill_of_two_processes(pace: float) -> None:
+    PdDrill(pace).run()
+
+
+def test_an_offer_of_kv_that_is_not_computed_is_noticed() -> None:
+    """The twin, whose prefill does not wait for the result of its pass."""
+    assert fails(PdDrill(1.0, computed=False))
+
+
 @pytest.mark.parametrize("site", DRILLED, ids=str)
 def test_a_site_that_is_deleted_or_moved_is_noticed(site: Site) -> None:
     changes = dict(mutants_of(site))
@@ -72,10 +86,18 @@ def test_a_site_that_is_deleted_or_moved_is_noticed(site: Site) -> None:
     survived = set()
     for change, tree in changes.items():
         with module_of(tree, site) as mutant:
-            about = {"module": mutant} if site.path == MOVER else {"fence_class": mutant.ForwardFence}
-            if not any(fails(Drill(pace, **about)) for pace in PACES):
+            if not any(fails(drill) for drill in drills(site.path, mutant)):
                 survived.add((str(site), change))
     assert survived == {key for key in ARGUED if key[0] == str(site)}
+
+
+def drills(path: str, mutant: Any) -> Iterator[Drill]:
+    """The drills that call a module, with a mutant of it."""
+    if path in PARTS:
+        yield from (PdDrill(pace, {path: mutant}) for pace in PACES[1:])
+        return
+    about = {"module": mutant} if path == MOVER else {"fence_class": mutant.ForwardFence}
+    yield from (Drill(pace, **about) for pace in PACES)
 
 
 def fails(drill: Drill) -> bool:
