@@ -50,12 +50,12 @@ class FleetOptions(Options):
     results: Path | None = flag(None, "Keep the figures of each simulation here.", metavar="FOLDER")
     plots: Path | None = flag(None, "Write the plots here, as SVG.", metavar="FOLDER")
     parts: tuple[str, ...] = flag(
-        ("thousand", "busy", "mechanisms", "deaths", "quiet"),
+        ("thousand", "busy", "mechanisms", "thousand-mechanisms", "deaths", "quiet"),
         "Parts to run.",
         metavar="PART",
         several="append",
     )
-    seeds: int = flag(1, "Loads that are drawn, but for the part of a thousand instances, which has one.")
+    seeds: int = flag(1, "Loads that are drawn, but for the parts of a thousand instances, which have one.")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -108,6 +108,21 @@ def policies(options: FleetOptions, report: Report, rate: float, instances: int)
                 f"{instances} instances at {rate:g} requests/s each",
                 found,
             )
+
+
+def thousand_mechanisms(options: FleetOptions, report: Report) -> None:
+    """The mechanisms at a thousand instances."""
+    found = {
+        title: measured(
+            Cell(
+                f"1,000, {title}",
+                fleet(options, 1000, 20, MIDDLE, 0, f"policy=cost,{more}".rstrip(",")),
+            ),
+            options.results,
+        )
+        for title, more in MECHANISMS.items()
+    }
+    _add(report, f"mechanisms, a thousand instances, {MIDDLE:g} requests/s each", found, "cost")
 
 
 def mechanisms(options: FleetOptions, report: Report) -> None:
@@ -187,6 +202,7 @@ PARTS: dict[str, Callable[[FleetOptions, Report], None]] = {
     "thousand": thousand,
     "busy": functools.partial(policies, rate=BUSY, instances=100),
     "mechanisms": mechanisms,
+    "thousand-mechanisms": thousand_mechanisms,
     "deaths": deaths,
     "quiet": functools.partial(policies, rate=QUIET, instances=50),
 }

@@ -26,7 +26,7 @@ class Copier(Mover):
         ended: called when a copy has ended.
     """
 
-    streams = streams_computed = False
+    streams = False
     blocks_without_kernel = 0
 
     def __init__(
@@ -70,6 +70,9 @@ class Copier(Mover):
         self, slots: Any, blocks: BlockIds, source: Source | None = None, copied: Copied | None = None
     ) -> int:
         return self._submit(self._writes, self._writes_done, len(blocks))
+
+    def computed(self, layer: int) -> None:
+        """No write follows a pass."""
 
     def fill(self, slots: Any, blocks: BlockIds, layer: int, place: int) -> int:
         raise InternalError("single layers are not simulated")

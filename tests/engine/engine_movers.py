@@ -103,7 +103,7 @@ class HandMover:
         self._writes_done = 0
         self.closed = False
 
-    streams = streams_computed = False
+    streams = False
 
     def write(self, slots: Slots, blocks: BlockIds) -> int:
         self._writes.append([self._plan(slots, blocks), 0])

@@ -234,6 +234,35 @@ class Arriving:
         return layer < self.layers
 
 
+@pytest.mark.parametrize("kernel", [True, False], ids=["kernel", "plain"])
+def test_a_layer_is_in_dram_while_the_pass_computes_the_next(gpu: Gpu, kernel: bool) -> None:
+    mover = gpu.mover()
+    if not kernel:
+        mover.without_kernel("a test")
+    source, blocks, offsets = slots_of(0, 5), gpu.blocks(5), gpu.arena.layout.layer_offsets
+    gpu.arena.blocks[blocks] = 0
+    reported: list[tuple[int, bool, bool]] = []
+    torch.cuda.synchronize()
+
+    def copied(layer: int) -> None:
+        part = gpu.arena.blocks[blocks, offsets[layer] : offsets[layer + 1]]
+        reported.append((layer, bool(part.any(1).all()), gpu.forward.query()))
+
+    mover.write(source, blocks, Arriving(), copied)
+    with torch.cuda.stream(gpu.forward):
+        for layer, planes in enumerate(gpu.planes):
+            torch.cuda._sleep(BUSY)
+            for plane in planes:
+                plane.index_fill_(0, source, layer + 1.0)
+            mover.computed(layer)
+    assert not gpu.forward.query(), "the host waited for the pass"
+    mover.settle()
+    assert [(layer, whole) for layer, whole, _ in reported] == [(layer, True) for layer in range(LAYERS)]
+    assert not reported[0][2], "the pass had not ended"
+    assert mover.writes_done() == 1
+    mover.close()
+
+
 def test_a_pass_reads_layers_that_arrive_while_it_runs(gpu: Gpu) -> None:
     mover = gpu.mover()
     source, target, blocks = slots_of(0, 5), slots_of(9, 5), gpu.blocks(5)

@@ -6,6 +6,8 @@ blocks into a staging buffer on the device, in the arena's layout, with one kern
 MiB, and copies runs of neighbouring blocks to the host by a transfer each (`RowCopies`). Where that kernel
 cannot be compiled or launched, copies are made without it from then on (`PlainCopies`), and counted.
 
+A write of KV that a pass computes is queued layer by layer as the pass is launched, each behind the layer.
+
 Nothing here waits on the host, but for loads that a pass reads while they still arrive: the thread that
 launches the pass waits until each layer's copy is queued (`Arrivals`), and until the last one's has ended.
 
@@ -74,6 +76,44 @@ class _StreamedLoad(_Load):
         self.source, self.queue = source, queue
 
 
+class _ComputedWrite:
+    """A write whose layers are queued as a pass computes them, and reported once they are copied: to the
+    thread of arrivals, a layer arrives then. It stands in the list of writes for the event of its end.
+    """
+
+    def __init__(self, slots: torch.Tensor, blocks: Blocks, layers: int, copied: Copied, wait: Wait) -> None:
+        self.slots, self.blocks, self.copied = slots, blocks, copied
+        self._layers, self._wait = layers, wait
+        self.queued: list[Any] = []
+        """An event of each layer that has been queued."""
+        self.events: list[Any] = []
+        """Of each that has been reported."""
+        self.source: Source = self
+
+    def decided(self, layer: int) -> bool:
+        """Whether a layer has been copied."""
+        return layer < len(self.queued) and bool(self.queued[layer].query())
+
+    def report(self) -> None:
+        """The next layer has been copied. In the thread of arrivals."""
+        layer = len(self.events)
+        self.copied(layer)
+        self.events.append(self.queued[layer])
+
+    def query(self) -> bool:
+        """Whether all layers have been copied and reported."""
+        return len(self.events) == self._layers
+
+    def synchronize(self) -> None:
+        """Wait for that. Raises MoverError where the pass has not been launched."""
+        if len(self.queued) < self._layers:
+            raise MoverError("a write waits for a pass that has not been launched")
+        self._wait(self.query)
+
+
+Wait = Callable[[Callable[[], bool]], None]
+
+
 class CudaMover:
     """See the module's docstring and the contract ``mover.Mover``.
 
@@ -85,7 +125,6 @@ class CudaMover:
     """
 
     streams = True
-    streams_computed = False
 
     def __init__(
         self,
@@ -119,6 +158,8 @@ class CudaMover:
             self.without_kernel(f"{type(error).__name__}: {error}")
         self._loads: deque[_Load] = deque()
         self._writes: deque[Any] = deque()
+        self._computed: list[_ComputedWrite] = []
+        """Writes that follow the pass under way."""
         self._loads_done = 0
         self._writes_done = 0
         self._rate = Bandwidth()
@@ -131,7 +172,8 @@ class CudaMover:
         source: Source | None = None,
         copied: Copied | None = None,
     ) -> int:
-        assert source is None, "this mover does not stream"
+        if source is not None and copied is not None:
+            return self._write_computed(slots, blocks, copied)
         self._follow_engine(self._write_stream, slots)
         step, tokens = staging_blocks(self._arena), self._layout.block_tokens
         with torch.cuda.stream(self._write_stream):
@@ -147,6 +189,33 @@ class CudaMover:
         self._count(blocks)
         self._writes.append(event)
         return self._writes_done + len(self._writes) - 1
+
+    def _write_computed(self, slots: torch.Tensor, blocks: BlockIds, copied: Copied) -> int:
+        self._follow_engine(self._write_stream, slots)
+        every = Blocks(blocks, self._on_device)
+        write = _ComputedWrite(slots, every, self._layout.n_layers, copied, self._arrivals.until)
+        self._writes.append(write)
+        self._computed.append(write)
+        self._arrivals.add(write)
+        self._count(blocks)
+        return self._writes_done + len(self._writes) - 1
+
+    def computed(self, layer: int) -> None:
+        for write in self._computed:
+            while len(write.queued) <= layer:
+                self._store(write)
+        if layer == self._layout.n_layers - 1:
+            self._computed.clear()
+
+    def _store(self, write: _ComputedWrite) -> None:
+        """Queue the next layer of a write, behind the launches of the pass so far."""
+        stream = self._write_stream
+        self._follow_engine(stream, write.slots)
+        with torch.cuda.stream(stream):
+            self._carry_out(lambda copies: copies.store(write.slots, write.blocks, len(write.queued)))
+            event = torch.cuda.Event()
+            event.record(stream)
+        write.queued.append(event)
 
     def _gather(self, slots: torch.Tensor, count: int) -> torch.Tensor:
         return self._carry_out(lambda copies: copies.gather(slots, count))
@@ -275,6 +344,7 @@ class CudaMover:
         return len(blocks) * self._layout.layer_bytes(layer)
 
     def writes_done(self) -> int:
+        self._arrivals.check()
         while self._writes and self._writes[0].query():
             self._writes.popleft()
             self._writes_done += 1
@@ -309,8 +379,13 @@ class CudaMover:
         self._arrivals.add(load)
         return self._loads_done + len(self._loads) - 1
 
-    def _queue_layer(self, load: _StreamedLoad) -> None:
-        """Queue the next layer of a load, which has arrived. In the thread of arrivals."""
+    def _queue_layer(self, load: _StreamedLoad | _ComputedWrite) -> None:
+        """Queue the next layer of a load, which has arrived; report that of a write. In the thread of
+        arrivals.
+        """
+        if isinstance(load, _ComputedWrite):
+            load.report()
+            return
         layer = len(load.events)
         with torch.cuda.device(self._device), torch.cuda.stream(self._load_stream):
             if load.queue is not None:
@@ -357,6 +432,9 @@ class CudaMover:
     def settle(self) -> None:
         for load in self._loads:
             self._until_queued(load, self._layout.n_layers)
+        for write in self._writes:
+            if isinstance(write, _ComputedWrite):
+                write.synchronize()
         self._load_stream.synchronize()
         self._write_stream.synchronize()
         self.writes_done()

@@ -21,7 +21,8 @@ from sglang_ext.geometry import BlockLayout
 STAGING_BYTES: Final = 64 << 20
 """Device memory that a copy may use for staging."""
 
-_HOST_TO_DEVICE = 1
+_BY_ADDRESS = 4
+"""``cudaMemcpyDefault``: the addresses say which side is the host."""
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
@@ -67,6 +68,9 @@ class LayerCopies(Protocol):
     def within(self, place: int, layer: int, slots: torch.Tensor, to: torch.Tensor) -> None:
         """The rows at ``slots`` of the planes of layer ``place`` to the rows ``to`` of those of ``layer``."""
 
+    def store(self, slots: torch.Tensor, blocks: Blocks, layer: int) -> None:
+        """One layer of the tokens at ``slots`` to blocks."""
+
     def gather(self, slots: torch.Tensor, blocks: int) -> torch.Tensor:
         """Tokens as whole blocks in the arena's layout: bytes, shape (blocks, bytes of a block). Later work
         of this stream may use the memory for something else. blocks: at most `staging_blocks`.
@@ -103,7 +107,7 @@ class CudaRuntime:
         rows: int,
         stream: int,
     ) -> None:
-        """``cudaMemcpy2DAsync`` from host to device: rows that lie further apart than they are wide."""
+        """``cudaMemcpy2DAsync``: rows that lie further apart than they are wide."""
         status = self._library.cudaMemcpy2DAsync(
             ctypes.c_void_p(target),
             ctypes.c_size_t(target_pitch),
@@ -111,7 +115,7 @@ class CudaRuntime:
             ctypes.c_size_t(source_pitch),
             ctypes.c_size_t(width),
             ctypes.c_size_t(rows),
-            ctypes.c_int(_HOST_TO_DEVICE),
+            ctypes.c_int(_BY_ADDRESS),
             ctypes.c_void_p(stream),
         )
         if status != 0:
@@ -147,17 +151,29 @@ class PlainCopies:
             ids = blocks.ids[start : start + step]
             # Let go at the end: the allocator gives it to later work of this stream only.
             staging = torch.empty((len(ids), size), dtype=torch.uint8, device=self._device)
-            for position, first, count in runs_of_blocks(ids):
-                self._copy_run(staging, layer, position, first, count)
+            self._copy_runs(staging, layer, ids, to_host=False)
             part = slots[start * tokens : (start + len(ids)) * tokens]
             scatter_layer(self._planes[place], self._layout, staging, part)
 
-    def _copy_run(self, staging: torch.Tensor, layer: int, position: int, first: int, count: int) -> None:
-        """One layer of neighbouring arena blocks: rows that lie a whole block apart."""
+    def store(self, slots: torch.Tensor, blocks: Blocks, layer: int) -> None:
+        size = self._layout.layer_bytes(layer)
+        step, tokens = max(1, STAGING_BYTES // size), self._layout.block_tokens
+        for start in range(0, len(blocks), step):
+            ids = blocks.ids[start : start + step]
+            part = slots[start * tokens : (start + len(ids)) * tokens]
+            self._copy_runs(gather_layer(self._planes[layer], part, len(ids)), layer, ids, to_host=True)
+
+    def _copy_runs(self, staging: torch.Tensor, layer: int, ids: BlockIds, *, to_host: bool) -> None:
+        """One layer of arena blocks, a call for neighbouring ones: rows that lie a whole block apart."""
         pitch, size = self._arena.block_bytes, self._layout.layer_bytes(layer)
-        source = self._arena.address + first * pitch + self._layout.layer_offsets[layer]
         stream = torch.cuda.current_stream(self._device).cuda_stream
-        self._runtime.copy_2d(staging.data_ptr() + position * size, size, source, pitch, size, count, stream)
+        for position, first, count in runs_of_blocks(ids):
+            here = staging.data_ptr() + position * size
+            there = self._arena.address + first * pitch + self._layout.layer_offsets[layer]
+            if to_host:
+                self._runtime.copy_2d(there, pitch, here, size, size, count, stream)
+            else:
+                self._runtime.copy_2d(here, size, there, pitch, size, count, stream)
 
     def within(self, place: int, layer: int, slots: torch.Tensor, to: torch.Tensor) -> None:
         copy_within(self._planes[place], self._planes[layer], slots, to)
@@ -206,6 +222,12 @@ def gather_blocks(
         start, stop = (offset // word.itemsize for offset in layout.plane_offsets[index : index + 2])
         staging[:, start:stop] = plane.index_select(0, slots).view(blocks, stop - start)
     return staging.view(torch.uint8)
+
+
+def gather_layer(planes: list[torch.Tensor], slots: torch.Tensor, blocks: int) -> torch.Tensor:
+    """One layer of the tokens at ``slots``: bytes, shape (blocks, layer bytes)."""
+    parts = [plane.index_select(0, slots).view(blocks, -1) for plane in planes]
+    return torch.cat(parts, dim=1).view(torch.uint8)
 
 
 def scatter_layer(

@@ -92,9 +92,7 @@ class Mover(Protocol):
     """
 
     streams: bool
-    """Whether ``load`` takes a source, and ``follow`` and ``into`` work."""
-    streams_computed: bool
-    """Whether ``write`` takes a source."""
+    """Whether ``load`` and ``write`` take a source, and ``follow`` and ``into`` work."""
     blocks_without_kernel: int
     """Blocks that went between a GPU and DRAM the slower way, because the kernel for it could not be used."""
 
@@ -112,8 +110,13 @@ class Mover(Protocol):
     ) -> int:
         """Copy the tokens at ``slots`` into arena ``blocks``; returns a ticket.
 
-        With a source, a layer is copied once the source has decided it; that must not depend on a later
-        write. ``copied`` is called for each layer, in any thread.
+        With a source, a layer is copied once the source has decided it, and `computed` was called; that must
+        not depend on a later write. ``copied`` is called for each layer, in any thread.
+        """
+
+    def computed(self, layer: int) -> None:
+        """The pass under way writes the KV of the layers up to this one, for which the sources of writes
+        wait: called in the thread that launches it, behind the launch of that layer.
         """
 
     def fill(self, slots: Slots, blocks: BlockIds, layer: int, place: int) -> int:
@@ -247,7 +250,7 @@ _SOURCE_POLL_SECONDS = 0.0005
 class ThreadMover:
     """A mover for pools in host memory: one thread that copies."""
 
-    streams = streams_computed = True
+    streams = True
     blocks_without_kernel = 0
 
     def __init__(self, copier: LayerCopier, n_layers: int, *, name: str = "kv-mover") -> None:
@@ -271,6 +274,9 @@ class ThreadMover:
     ) -> int:
         operation = _Operation(self._copier.plan(slots, blocks), source=source, copied=copied)
         return self._submit(self._writes, operation, lambda: self._writes_done)
+
+    def computed(self, layer: int) -> None:
+        """The thread asks the sources."""
 
     def bring(self, slots: Slots, blocks: BlockIds) -> int:
         operation = _Operation(self._copier.plan(slots, blocks), inwards=True)

@@ -27,7 +27,7 @@ IN_FLIGHT: Final = 128 << 10
 LOAD_PROGRAMS: Final = (4, 8)
 """At least and at most. Each takes a multiprocessor from passes while it loads."""
 WRITE_PROGRAMS: Final = 16
-"""Of a write's gathering, which is short beside the transfer that follows."""
+"""Of a write's gathering, which is short beside the transfer that follows, and of a computed layer."""
 _VECTOR_BYTES = 16
 
 
@@ -156,6 +156,11 @@ class RowCopies:
         self._compare(layer, place)
         source, target = self._side("arena", layer), self._side("pool", place)
         self._copy(source, blocks.on_device, target, slots, self._load_programs)
+
+    def store(self, slots: torch.Tensor, blocks: Blocks, layer: int) -> None:
+        """The kernel writes to the arena, so that no staging memory is taken while a pass runs."""
+        source, target = self._side("pool", layer), self._side("arena", layer)
+        self._copy(source, slots, target, blocks.on_device, WRITE_PROGRAMS)
 
     def within(self, place: int, layer: int, slots: torch.Tensor, to: torch.Tensor) -> None:
         self._compare(layer, place)

@@ -227,13 +227,17 @@ class ComputedSpans(Planner):
         computing.leases.append(self._link.publish(layer_name(span.export, layer), computing.ids, seconds))
 
     def layer_written(self, layer: int) -> None:
-        """The pass under way has written a layer's KV, and those before it."""
+        """The pass under way has written a layer's KV, and those before it; on a GPU, it was launched."""
         for computing in self._computing:
             computing.computed = max(computing.computed, layer + 1)
+        if self._computing:
+            self._tier.copies.mover.computed(layer)
 
     def pass_ended(self, *, held: bool) -> None:
+        if self._computing:
+            # A captured graph calls nothing for its layers.
+            self.layer_written(self._layers - 1)
         for computing in self._computing:
-            computing.computed = computing.layers
             # The request may give up its slots next.
             while not computing.copied.wait(COPY_CHECK_S):
                 self._tier.copies.mover.writes_done()  # raises MoverError

@@ -258,7 +258,7 @@ def _computed_spans(build: Building) -> ComputedSpans | None:
         return None
     dram = write_down.dram
     # The KV of a draft model is computed after the pass whose layers a span follows.
-    if not dram.copies.mover.streams_computed or build.drafts.runners:
+    if not dram.copies.mover.streams or build.drafts.runners:
         return None
     return ComputedSpans(
         build.store, dram, peers.leases, peers.exports, build.moves.clock, build.host, peers.wanted

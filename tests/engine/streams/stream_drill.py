@@ -91,12 +91,16 @@ class Drill:
     def compute(self, rows: list[int], stamp: float) -> None:
         """A pass stores to slots, layer by layer."""
         for layer in range(LAYERS):
+            self.store(layer, rows, stamp)
 
-            def store(layer: int = layer) -> None:
-                for at, plane in enumerate(self.inner[layer]):
-                    plane[rows] = stamp + layer + at / 2 + torch.arange(len(rows))[:, None, None] / 64
+    def store(self, layer: int, rows: list[int], stamp: float) -> None:
+        """A pass stores a layer of slots."""
 
-            self.cuda.launch(f"pass, layer {layer}", store, (), self.access(layer, rows), self.forward)
+        def act() -> None:
+            for at, plane in enumerate(self.inner[layer]):
+                plane[rows] = stamp + layer + at / 2 + torch.arange(len(rows))[:, None, None] / 64
+
+        self.cuda.launch(f"pass, layer {layer}", act, (), self.access(layer, rows), self.forward)
 
     def attend(self, rows: list[int], stamp: float, ticket: int | None = None) -> None:
         """A pass reads slots, each layer once it is there."""
@@ -156,6 +160,9 @@ class Drill:
         assert mover.loads_done() == arriving + 1
         self.host(np.array([6, 7, 10, 12]), writes=True)
         self.attend(self.rows(60, 2), 30.0, ticket)
+        self._computes(mover.wait_writes, 6, 70.0)
+        self._computes(lambda _: mover.settle(), 7, 80.0)
+        assert mover.writes_done() == 7
 
     def _loads(self, blocks: Any) -> None:
         """Slots to which a pass still stores are loaded, and passes read them."""
@@ -201,6 +208,30 @@ class Drill:
         self.attend(self.rows(84, 2), 10.0, ticket)
         self.until(mover.loads_done, 5)
 
+    def _computes(self, wait: Any, count: int, stamp: float) -> None:
+        """Each layer that a pass computes goes to DRAM, from where a peer reads it as soon as it is reported;
+        another pass gets the slots."""
+        blocks, rows, trace = np.array([20, 13]), self.rows(66, 2), self.cuda.trace
+        memory, cells = self.arena.access(blocks)
+        reported: list[int] = []
+
+        def copied(layer: int) -> None:
+            trace.run(trace.host, "export", reads=[(memory, cells[cells % LAYERS == layer])])
+            reported.append(layer)
+
+        self.mover.write(self.slots(66, 2), blocks, Computing(), copied)
+        for layer in range(LAYERS):
+            self.store(layer, rows, stamp)
+            with torch.cuda.stream(self.forward):
+                self.mover.computed(layer)
+        wait(count)
+        assert reported == list(range(LAYERS))
+        self.compute(rows, -1.0)
+        self.host(blocks, writes=True)
+        ticket = self.mover.load(self.slots(66, 2), blocks)
+        self.attend(rows, stamp, ticket)
+        self.until(self.mover.loads_done, ticket + 1)
+
     def _fence(self) -> None:
         """A NIC writes to slots to which a pass still stores, with overlap and without."""
         trace = self.cuda.trace
@@ -225,6 +256,13 @@ class Drill:
             for timeline in (self.forward.timeline, self.cuda.default.timeline):
                 join(timeline.clock, self.forward.timeline.clock)
                 join(timeline.clock, nic.clock)
+
+
+class Computing:
+    """A source of a write that follows a pass; the mover is told of each layer."""
+
+    def decided(self, layer: int) -> bool:
+        return False
 
 
 class Arriving:

@@ -389,13 +389,21 @@ def on_device(cuda: FakeCuda, module: Any, *, kernel: bool = True) -> Iterator[N
             while not condition():
                 join(thread.clock, trace.host.clock)
                 for load in self._loads:
-                    load.source.bring()
+                    if hasattr(load.source, "bring"):
+                        load.source.bring()
                 host, trace.host = trace.host, thread
                 try:
-                    self.look()
+                    if not self.look():
+                        self._ask_until_copied()
                 finally:
                     trace.host = host
             join(trace.host.clock, thread.clock)
+
+        def _ask_until_copied(self) -> None:
+            """Of writes of computed layers, the thread asks their events again and again."""
+            for load in self._loads:
+                for event in getattr(load, "queued", [])[len(load.events) :]:
+                    event.synchronize()
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "Arrivals", Looked)

@@ -117,6 +117,13 @@ def test_bytes_are_the_same_after_dram_and_others_stay(interpreted: Any, name: s
             gather_blocks(pool.rows, layout, source, pool.arena.block_bytes)[:, : layout.block_bytes],
         )
         pool.arena.blocks[blocks] = staging.numpy()
+        others = Blocks(np.array([3, 11, 0]), torch.from_numpy)
+        for layer in range(layout.n_layers):
+            pool.copies.store(source, others, layer)
+        assert np.array_equal(
+            pool.arena.blocks[others.ids, : layout.block_bytes],
+            pool.arena.blocks[blocks, : layout.block_bytes],
+        )
         before, target = pool.kv(source).clone(), pool.slots()
         wanted = [plane.clone() for plane in pool.planes]
         for plane, whole in zip(pool.planes, wanted, strict=True):
