@@ -106,6 +106,7 @@ class HybridPools:
         rows: requests that may run.
     """
 
+    device = torch.device("cpu")
     model_layers: Mapping[ComponentType, Sequence[int]] = MODEL_LAYERS
 
     def __init__(
@@ -130,7 +131,7 @@ class HybridPools:
         self.planes = self._planes()
         """The planes of each component by its local layers; the first dim of a tensor is the slot."""
         names = self.model_layers
-        self.oracles = {part: Oracle(planes, names[part]) for part, planes in self.planes.items()}
+        self.oracles = {part: Oracle(self.seen(planes), names[part]) for part, planes in self.planes.items()}
         self.full, self.window, self.state = map(self.oracles.get, MODEL_LAYERS)
         self.drafts = Drafts((self._draft(),) if kind.draft else ())
         self.draft_oracles = {
@@ -144,6 +145,10 @@ class HybridPools:
         )
         """(model layer, component, local layer) in the order of the model's layers."""
 
+    def seen(self, planes: Planes) -> Planes:
+        """The planes as the oracle reads and writes them."""
+        return planes
+
     def _planes(self) -> dict[ComponentType, Planes]:
         found: dict[ComponentType, Planes] = {FULL: pool_planes(self.kvcache.full_kv_pool)}
         if self.kind.window:
@@ -156,7 +161,7 @@ class HybridPools:
         """The runner of a draft model with a layer of each kind that the draft has."""
         kind = self.kind
         common = {"page_size": kind.page, "dtype": torch.float32, "head_num": 1, "head_dim": 4}
-        common |= {"device": "cpu", "enable_memory_saver": False}
+        common |= {"device": str(self.device), "enable_memory_saver": False}
         if kind.window and "window" in kind.draft:
             pool: Any = SWAKVPool(
                 size=self.tokens,
@@ -184,7 +189,7 @@ class HybridPools:
     def _requests(self, context: int, overlap: bool) -> Any:
         kind = self.kind
         if not kind.states:
-            return ReqToTokenPool(self.rows, context, "cpu", enable_memory_saver=False)
+            return ReqToTokenPool(self.rows, context, str(self.device), enable_memory_saver=False)
         shape = Mamba2StateShape(
             conv=[(4, 2), (2, 4)],
             temporal=(2, 2, 4),
@@ -201,7 +206,7 @@ class HybridPools:
             mamba_size=kind.states,
             mamba_spec_state_size=self.rows,
             max_context_len=context,
-            device="cpu",
+            device=str(self.device),
             enable_memory_saver=False,
             cache_params=Mamba2CacheParams(
                 shape=shape,
@@ -220,7 +225,7 @@ class HybridPools:
         if kind.window:
             latents: dict[str, Any] = {}
             if kind.latents:
-                about = {"page_size": kind.page, "device": "cpu", "enable_memory_saver": False}
+                about = {"page_size": kind.page, "device": str(self.device), "enable_memory_saver": False}
                 about |= {"kv_lora_rank": 8, "qk_rope_head_dim": 4}
                 latents = {"full_kv_pool_class": MLATokenToKVPool, "swa_kv_pool_class": MLATokenToKVPool}
                 latents |= {"full_kv_pool_kwargs": about, "swa_kv_pool_kwargs": about}
@@ -229,7 +234,7 @@ class HybridPools:
                 size_swa=self.window_tokens,
                 swa_attention_layer_ids=list(WINDOW_LAYERS),
                 full_attention_layer_ids=list(FULL_LAYERS),
-                device="cpu",
+                device=str(self.device),
                 **common,
                 **latents,
             )
@@ -237,7 +242,7 @@ class HybridPools:
         return HybridLinearKVPool(
             size=self.tokens,
             full_attention_layer_ids=list(FULL_LAYERS),
-            device="cpu",
+            device=str(self.device),
             mamba_pool=self.requests.mamba_pool,
             **common,
             **latents,
@@ -247,18 +252,25 @@ class HybridPools:
         page = self.kind.page
         if self.kind.window:
             allocator = SWATokenToKVPoolAllocator(
-                self.tokens, self.window_tokens, page, torch.float32, "cpu", self.kvcache, need_sort=False
+                self.tokens,
+                self.window_tokens,
+                page,
+                torch.float32,
+                str(self.device),
+                self.kvcache,
+                need_sort=False,
             )
             parts = (allocator.full_attn_allocator, allocator.swa_attn_allocator)
         elif page == 1:
-            return TokenToKVPoolAllocator(self.tokens, torch.float32, "cpu", self.kvcache, False)
+            return TokenToKVPoolAllocator(self.tokens, torch.float32, str(self.device), self.kvcache, False)
         else:
             allocator = PagedTokenToKVPoolAllocator(
-                self.tokens, page, torch.float32, "cpu", self.kvcache, False
+                self.tokens, page, torch.float32, str(self.device), self.kvcache, False
             )
             parts = (allocator,)
         for part in parts:
-            part.debug_mode = page > 1
+            # Its checks make the host wait for a device.
+            part.debug_mode = page > 1 and self.device.type == "cpu"
         return allocator
 
     def params(self) -> CacheInitParams:

@@ -63,6 +63,9 @@ class StoreBelow:
         least: see `Ranks`.
     """
 
+    shared = True
+    """Whether other processes could map its DRAM, as that of a server."""
+
     def __init__(
         self, pools: HybridPools, cache: UnifiedRadixCache, sizes: Sizes, least: Least | None = None
     ) -> None:
@@ -77,7 +80,7 @@ class StoreBelow:
         blocks = [sizes.full, *(sizes.other for _ in found[1:])]
         size = sum(count * pool.layout.block_bytes for count, pool in zip(blocks, found, strict=True))
         layouts = {pool.component: pool.layout for pool in found}
-        self.dram = Dram(layouts, size, pools.kind.page, pin=False)
+        self.dram = Dram(layouts, size, pools.kind.page, shared=self.shared, pin=False)
         parts = [self._part(pool, self.dram.memories[pool.component]) for pool in found]
         self.store = HybridStore(self.dram, parts, pools.kind.page, self._ranks)
         cache.serve(StoreLinker(self.store, found), self._weights, check=True)

@@ -218,14 +218,12 @@ class StreamScheduler(SimulatedScheduler):
             if self.gate is not None:
                 self.gate.set_consumer(batch.hicache_consumer_index)
             work = self._rows_of(batch)
-            table = self.pools.requests.req_to_token
-            rows = [self.cuda.access(table[each.req.kv.req_pool_idx]) for each in work]
-            self.cuda.launch("pass, inputs", lambda: None, rows)
+            self.cuda.launch("pass, inputs", lambda: None, self._inputs(work))
             read_done = torch.cuda.Event()
             read_done.record()
-            for layer in range(self.pools.oracle.layers):
+            for layer in range(self._layers()):
                 if batch.forward_mode.is_extend():  # a graph is replayed without Python
-                    self.pools.read(layer)
+                    self._read(layer)
                 self._layer(work, layer)
             done = torch.cuda.Event()
             done.record()
@@ -236,6 +234,17 @@ class StreamScheduler(SimulatedScheduler):
         elif self.loop.overlap and not self.loop.deferred:
             self._follow_pass()
         return [token_at(req, end) for req, end in zip(batch.reqs, batch.seq_lens_cpu.tolist(), strict=True)]
+
+    def _inputs(self, work: Sequence[Computed]) -> list[Access]:
+        """What a pass reads before its layers."""
+        table = self.pools.requests.req_to_token
+        return [self.cuda.access(table[each.req.kv.req_pool_idx]) for each in work]
+
+    def _layers(self) -> int:
+        return self.pools.oracle.layers
+
+    def _read(self, layer: int) -> None:
+        self.pools.read(layer)
 
     def _follow_pass(self) -> None:
         self.cuda.default.wait_stream(self.forward)
