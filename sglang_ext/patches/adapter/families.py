@@ -192,20 +192,22 @@ TABLE: Mapping[str, Family] = MappingProxyType(
         "gqa-moe": Family(
             "MHA or GQA with experts",
             "Qwen3-MoE and Coder, Mixtral, GLM-4.5 to 4.7, MiniMax-M2, ERNIE 4.5, Hy3",
-            _answers("tiny-moe") | _also("tiny-moe", "fetch", "PD", "return", "migration", "hints"),
+            _answers("tiny-moe")
+            | _also("tiny-moe", "fetch", "PD", "return", "migration", "hints", "TP", "DP")
+            | {"PP": _answers("tiny-moe-pp2")["HBM"]},
         ),
         "mla": Family(
             "MLA, dense",
             "DeepSeek-V2 with dense layers, MiniCPM3",
             _answers("tiny-mla")
-            | _also("tiny-mla", "fetch", "PD", "return", "migration", "hints", "speculation")
+            | _also("tiny-mla", "fetch", "PD", "return", "migration", "hints", "speculation", "TP")
             | _LATENTS,
         ),
         "mla-moe": Family(
             "MLA with experts",
             "DeepSeek V3, R1, V3.1, Kimi K2 (text), LongCat-Flash, GLM-4.7-Flash",
             _answers("tiny-mla-moe")
-            | _also("tiny-mla-moe", "fetch", "PD", "return", "migration", "hints")
+            | _also("tiny-mla-moe", "fetch", "PD", "return", "migration", "hints", "TP")
             | _LATENTS
             | {
                 "DP attention": _replicas("tiny-mla-moe-attention"),
@@ -215,7 +217,8 @@ TABLE: Mapping[str, Family] = MappingProxyType(
         "window-kept": Family(
             "Sliding windows of which SGLang keeps all KV",
             "Gemma 2 and 3 (text), Olmo 3, Exaone 4, Cohere 2",
-            _answers("tiny-gemma3") | _also("tiny-gemma3", "fetch", "PD", "return", "migration", "hints"),
+            _answers("tiny-gemma3")
+            | _also("tiny-gemma3", "fetch", "PD", "return", "migration", "hints", "TP"),
         ),
         "window-flag": Family(
             "Sliding windows with `--disable-hybrid-swa-memory`",
