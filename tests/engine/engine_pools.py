@@ -6,6 +6,7 @@ tokens up to it, of the layer and of the plane, and of nothing else. Rows are co
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -54,8 +55,8 @@ def publish_server_args() -> None:
 
 
 def extend_chain(chain: list[int], namespace: Hashable, tokens: Sequence[int]) -> None:
-    """Append to ``chain`` the hash of the prefix up to each of ``tokens``."""
-    last = chain[-1] if chain else (hash(("namespace", namespace)) * _MIX + 1) & _MASK
+    """Append to ``chain`` the hash of the prefix up to each of ``tokens``, the same in every process."""
+    last = chain[-1] if chain else (zlib.crc32(repr(namespace).encode()) * _MIX + 1) & _MASK
     for token in tokens:
         last ^= last >> 31
         last = (last * 0xBF58476D1CE4E5B9 + int(token) * _MIX + 0x94D049BB133111EB) & _MASK

@@ -4,10 +4,15 @@ in its DRAM; one of them writes to disk, and all read from there.
 
 from __future__ import annotations
 
+import json
 import random
+import subprocess
+import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from engine_pools import PoolKind, WrongKvError
@@ -225,3 +230,75 @@ def test_a_directory_that_cannot_be_opened_is_refused_on_every_rank() -> None:
         open_in_turn(Ranks(lambda numbers: numbers), opens, follows=False)
     with pytest.raises(ConfigError, match="--kv-disk-path"):
         open_in_turn(Ranks(lambda numbers: [*numbers[:2], 0, *numbers[3:]]), opens, follows=True)
+
+
+class RankProcess:
+    """A rank in a process of its own, over a cache as a server builds it."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        program = Path(__file__).parents[1] / "context_process.py"
+        options = {
+            "rank": rank,
+            "ranks": RANKS,
+            "dram": 1 << 17,
+            "meeting": str(folder / "meeting"),
+            "disk": str(folder / "disk"),
+        }
+        self._errors = (folder / f"errors-{rank}").open("w+")
+        self._process = subprocess.Popen(
+            [sys.executable, str(program), json.dumps(options)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+        )
+
+    def ask(self, tokens: list[int]) -> None:
+        assert self._process.stdin is not None
+        print(json.dumps(tokens), file=self._process.stdin, flush=True)
+
+    def answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            self._errors.seek(0)
+            pytest.fail(self._errors.read()[-3000:])
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def close(self) -> None:
+        """End it, if it serves: the rest of them is gone otherwise."""
+        with self._errors, self._process as process:
+            assert process.stdin is not None
+            process.stdin.close()
+            try:
+                process.wait(timeout=30)
+            finally:
+                process.kill()
+
+
+@pytest.mark.long
+def test_two_processes_build_their_caches_over_one_directory(tmp_path: Path) -> None:
+    """They meet by torch.distributed. Each checks every row that it reads."""
+    rng = random.Random(5)
+    prompts = [[rng.randrange(4) for _ in range(160)] for _ in range(12)]
+    with ExitStack() as stack:
+        ranks = [RankProcess(tmp_path, rank) for rank in range(RANKS)]
+        for rank in ranks:
+            stack.callback(rank.close)
+
+        def serve(tokens: list[int]) -> list[dict[str, Any]]:
+            for rank in ranks:
+                rank.ask(tokens)
+            return [rank.answer() for rank in ranks]
+
+        for prompt in prompts:
+            seen = serve(prompt)
+        assert [each["durable"] for each in seen] == [len(prompts) * 10] * RANKS
+        assert [each["put"] for each in seen] == [len(prompts) * 10, 0]
+        assert [each["got"] for each in seen] == [0, 0]
+        seen = serve(prompts[0])
+        assert seen[0]["got"] == seen[1]["got"] > 0
+        assert seen[0]["loaded"] == seen[1]["loaded"] > 0
+        assert [each["commands"] for each in seen] == [True, False]
+        assert [path.name for path in (tmp_path / "disk").iterdir()] == ["tp0of1"]
