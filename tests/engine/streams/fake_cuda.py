@@ -33,6 +33,7 @@ from sglang_ext.engine.movers.row_copies import Launch
 DEVICE = torch.device("cuda", 0)
 POISON = 0xA5
 _ROWS = ("index_select", "index_copy_", "index_fill_")
+_ELEMENTS = ("index", "index_put_")
 
 
 class DeviceTensor(torch.Tensor):
@@ -505,14 +506,16 @@ class _Mode(TorchDispatchMode):
         on_device = made_here or any(isinstance(each, DeviceTensor) and each.is_cuda for each in tensors)
         timeline = cuda.current.timeline if on_device else cuda.trace.host
         known = [each for each in tensors if isinstance(each, DeviceTensor) or self._known(each)]
-        blind = mutated if name in ("copy_", "fill_", "zero_", *_ROWS[1:]) else []
+        blind = mutated if name in ("copy_", "fill_", "zero_", *_ROWS[1:], *_ELEMENTS[1:]) else []
+        some = {"index_select": self._rows, "index": self._elements}.get(name)
         reads = [
-            self._rows(name, args) if name in _ROWS[:1] and each is args[0] else cuda.access(each)
+            some(name, args) if some and each is args[0] else cuda.access(each)
             for each in known
             if not any(each is target for target in blind) and each.numel()
         ]
+        some = self._rows if name in _ROWS else self._elements if name in _ELEMENTS else None
         writes = [
-            self._rows(name, args) if name in _ROWS else cuda.access(each)
+            some(name, args) if some else cuda.access(each)
             for each in mutated
             if each.numel() and (isinstance(each, DeviceTensor) or self._known(each))
         ]
@@ -550,10 +553,25 @@ class _Mode(TorchDispatchMode):
     def _rows(self, name: str, args: Any) -> Access:
         """Of the first argument, the rows of an index."""
         target, dim, index = args[:3]
-        assert dim == 0, name
-        memory = target.lives.memory
-        parts = [self._cuda._cells(memory, target.inner[row])[1] for row in _inner(index).tolist()]
+        memory, inner = target.lives.memory, target.inner
+        parts = [self._cuda._cells(memory, inner.select(dim, row))[1] for row in _inner(index).tolist()]
         return memory, np.unique(np.concatenate(parts)) if parts else np.zeros(0, np.int64)
+
+    def _elements(self, name: str, args: Any) -> Access:
+        """Of the first argument, what tensors of indices select."""
+        target, indices = args[:2]
+        if not isinstance(target, DeviceTensor) or target.lives.memory.cells is None:
+            return self._cuda.access(target)
+        memory, inner = target.lives.memory, target.inner
+        size = inner.element_size()
+        first = inner.data_ptr() - memory.address
+        strides = [s * size * 4 for s in inner.stride()]
+        found = []
+        for at in (first, first + size - 1):
+            cells = np.lib.stride_tricks.as_strided(memory.cells[at:], inner.shape, strides)
+            chosen = tuple(slice(None) if each is None else _inner(each).numpy() for each in indices)
+            found.append(cells[chosen].ravel())
+        return memory, np.unique(np.concatenate(found)).astype(np.int64)
 
     def _new(self, inner: torch.Tensor, name: str) -> DeviceTensor:
         cuda = self._cuda

@@ -221,6 +221,7 @@ class StreamScheduler(SimulatedScheduler):
             self.cuda.launch("pass, inputs", lambda: None, self._inputs(work))
             read_done = torch.cuda.Event()
             read_done.record()
+            self._before_layers(batch)
             for layer in range(self._layers()):
                 if batch.forward_mode.is_extend():  # a graph is replayed without Python
                     self._read(layer)
@@ -239,6 +240,9 @@ class StreamScheduler(SimulatedScheduler):
         """What a pass reads before its layers."""
         table = self.pools.requests.req_to_token
         return [self.cuda.access(table[each.req.kv.req_pool_idx]) for each in work]
+
+    def _before_layers(self, batch: ScheduleBatch) -> None:
+        """What the runner does with its own inputs."""
 
     def _layers(self) -> int:
         return self.pools.oracle.layers

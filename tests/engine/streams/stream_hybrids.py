@@ -1,5 +1,5 @@
-"""The loops of `stream_engine` over a model with windows: SGLang's own tree, our store below it, and a
-`CudaMover` for each component.
+"""The loops of `stream_engine` over models with windows and states: SGLang's own tree, our store below it,
+and a `CudaMover` for each component.
 
 A pass reads the places of windows (`full_to_swa_index_mapping`) with its other inputs, as SGLang makes its
 metadata before it replays a graph.
@@ -9,19 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from engine_hybrid_pools import FULL, HybridKind, HybridPools, Ids
+from engine_hybrid_pools import FULL, MAMBA, SWA, HybridKind, HybridPools, Ids
 from engine_hybrid_store import Sizes, StoreBelow
 from engine_hybrids import HybridRank, HybridScenario, HybridScheduler
 from engine_pools import Planes
 from engine_scheduler import Computed, Settings
 from fake_cuda import DEVICE, FakeCuda
+from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.mem_cache.allocator import swa
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
+from sglang.srt.model_executor.model_runner import ModelRunner
 from stream_engine import (
     Loop,
     PinnedArena,
@@ -56,9 +59,14 @@ class DeviceHybridPools(HybridPools):
         for plane in (plane for layers in self.planes.values() for layer in layers for plane in layer):
             of_rows(plane)
         of_rows(self.requests.req_to_token)
-        of_rows(self.allocator.full_to_swa_index_mapping)
-        self.allocator.full_attn_allocator.use_triton_kernels = kind.page > 1
-        self.allocator.swa_attn_allocator.use_triton_kernels = kind.page > 1
+        if kind.states:
+            of_rows(self.requests.req_index_to_mamba_index_mapping)
+        allocators = [self.allocator]
+        if kind.window:
+            of_rows(self.allocator.full_to_swa_index_mapping)
+            allocators = [self.allocator.full_attn_allocator, self.allocator.swa_attn_allocator]
+        for each in allocators if kind.page > 1 else ():
+            each.use_triton_kernels = True
 
     def seen(self, planes: Planes) -> Planes:
         return [[bytes_in(plane) for plane in layer] for layer in planes]
@@ -82,9 +90,25 @@ class StreamHybridScheduler(StreamScheduler, HybridScheduler):
     """A loop that launches passes of such a model on a stream."""
 
     def _inputs(self, work: Sequence[Computed]) -> list[Access]:
-        mapping = self.pools.allocator.full_to_swa_index_mapping
-        cells = np.unique(np.concatenate([each.row for each in work]))
-        return [*super()._inputs(work), (mapping.lives.memory, cells)]
+        pools, found = self.pools, super()._inputs(work)
+        if pools.kind.window:
+            mapping = pools.allocator.full_to_swa_index_mapping
+            found.append((mapping.lives.memory, np.unique(np.concatenate([each.row for each in work]))))
+        if pools.kind.states:
+            states = pools.requests.req_index_to_mamba_index_mapping
+            found += [self.cuda.access(states[each.req.kv.req_pool_idx]) for each in work]
+        return found
+
+    def _before_layers(self, batch: ScheduleBatch) -> None:
+        if self.pools.kind.states:
+            runner = SimpleNamespace(req_to_token_pool=self.pools.requests, is_draft_worker=False)
+            ModelRunner._maybe_execute_deferred_mamba_cow_and_clear(runner, batch)
+
+    def _slots(self, work: Computed, part: ComponentType) -> Ids:
+        if part is not MAMBA:
+            return super()._slots(work, part)
+        states = bytes_in(self.pools.requests.req_index_to_mamba_index_mapping)
+        return np.full(len(work.row), int(states.numpy()[work.req.kv.req_pool_idx]))
 
     def _layers(self) -> int:
         return len(self.pools.layers)
@@ -96,18 +120,21 @@ class StreamHybridScheduler(StreamScheduler, HybridScheduler):
         _, part, local = self.pools.layers[layer]
         oracle, window = self.pools.oracles[part], self.pools.kind.window
         places = [self._slots(each, part) for each in work]
-        firsts = [0 if part is FULL else max(0, each.start - window) for each in work]
+        back = {FULL: len, SWA: lambda chain: window, MAMBA: lambda chain: 1}[part]
+        firsts = [max(0, each.start - back(each.chain)) for each in work]
+        # A state is that of the last token.
+        news = [len(each.row) - 1 if part is MAMBA else each.start for each in work]
 
         def attend() -> None:
-            for each, slots, first in zip(work, places, firsts, strict=True):
+            for each, slots, first, new in zip(work, places, firsts, news, strict=True):
                 what = f"prefix of {each.req.rid} in forward"
                 oracle.compare(slots[first : each.start], each.chain[first : each.start], local, what)
-                oracle.write(slots[each.start :], each.chain[each.start :], local)
+                oracle.write(slots[new:], each.chain[new:], local)
 
         access, reads, writes = self.pools.access, list[Access](), list[Access]()
-        for each, slots, first in zip(work, places, firsts, strict=True):
+        for each, slots, first, new in zip(work, places, firsts, news, strict=True):
             reads += access(part, local, slots[first : each.start])
-            writes += access(part, local, slots[each.start :])
+            writes += access(part, local, slots[new:])
         self.cuda.launch(f"pass, {part.name} {local}", attend, reads, writes)
 
 

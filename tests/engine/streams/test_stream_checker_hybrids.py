@@ -1,5 +1,8 @@
-"""The stream checker over a model with windows: SGLang's own tree, our store below it, a mover for each
-component."""
+"""The stream checker over models with windows and states: SGLang's own tree, our store below it, a mover for
+each component.
+
+States are those at the ends of chunks and requests (``no_buffer``), with which SGLang runs without overlap.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,13 @@ from sglang_ext.engine.movers.cuda_mover import CudaMover
 
 pytestmark = pytest.mark.usefixtures("sglang_config")
 
-KINDS = [HybridKind(window=12), HybridKind(window=12, page=4)]
+WINDOWS = [HybridKind(window=12), HybridKind(window=12, page=4)]
+STATES = [HybridKind(states=14), HybridKind(window=12, states=24)]
+NORMAL, GRAPHS = LOOPS[0], LOOPS[2]
+RUNS = [
+    *((kind, loop) for kind in WINDOWS for loop in LOOPS[:3]),
+    *((kind, NORMAL) for kind in STATES),
+]
 SEED = 3
 
 
@@ -36,8 +45,7 @@ def replayed(cuda: FakeCuda, orders: int) -> None:
 
 
 @pytest.mark.parametrize("pace", [SLOW, FAST])
-@pytest.mark.parametrize("loop", LOOPS[:3], ids=str)
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize(("kind", "loop"), RUNS, ids=str)
 def test_all_accesses_are_ordered(kind: HybridKind, loop: Loop, pace: float) -> None:
     with stream_hybrid(loop, kind, pace=pace) as (rank, cuda):
         serve(rank)
@@ -48,18 +56,21 @@ def test_all_accesses_are_ordered(kind: HybridKind, loop: Loop, pace: float) -> 
         replayed(cuda, 1)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_a_write_that_follows_the_scheduler_alone_is_noticed(
-    kind: HybridKind, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("kind", "loop"), [*((each, GRAPHS) for each in WINDOWS), *((each, NORMAL) for each in STATES)], ids=str
+)
+def test_copies_that_do_not_follow_passes_are_noticed(
+    kind: HybridKind, loop: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The twin."""
+    """The twin. Without overlap, passes are on the scheduler's own stream."""
 
-    def follow_the_scheduler(self: CudaMover, stream: torch.cuda.Stream, slots: torch.Tensor) -> None:
-        stream.wait_stream(torch.cuda.current_stream(slots.device))
+    def follow_less(self: CudaMover, stream: torch.cuda.Stream, slots: torch.Tensor) -> None:
+        if loop.overlap:
+            stream.wait_stream(torch.cuda.current_stream(slots.device))
         slots.record_stream(stream)
 
-    monkeypatch.setattr(CudaMover, "_follow_engine", follow_the_scheduler)
-    with stream_hybrid(LOOPS[2], kind, pace=FAST) as (rank, cuda):
+    monkeypatch.setattr(CudaMover, "_follow_engine", follow_less)
+    with stream_hybrid(loop, kind, pace=FAST) as (rank, cuda):
         with suppress(WrongKvError):  # a pass has read what was saved too early
             serve(rank)
         assert cuda.trace.races
