@@ -35,11 +35,11 @@ from sglang_ext.disagg.transports._gathering import GATHER, SLOTS, PinnedArena
 from sglang_ext.disagg.transports.local import GuardedServed
 from sglang_ext.disagg.transports.pinned import StagedChannel, StagedTransport
 from sglang_ext.disagg.transports.select import make_transports
+from sglang_ext.testing.transfer.host_device import HostDevice
 from sglang_ext.testing.transfer.rig import NAMESPACE, Pool, Rank, Shape
 from sglang_ext.testing.transfer.transports import SECONDS, TransportConformance
 from sglang_ext.testing.waiting import until
 from sglang_ext.wire import pack_ids
-from tests.disagg.host_device import HostDevice
 
 pytestmark = pytest.mark.slow
 

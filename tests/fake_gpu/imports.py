@@ -13,11 +13,16 @@ from typing import Any
 
 import torch
 
+from sglang_ext.engine.movers.batch_copies import BatchCopy
 from tests.fake_gpu import interpreter, ipc, runtime_kernels, torch_cuda
+from tests.fake_gpu.batch import Library
 
 
 class _Runtime:
     """In place of ``CudaRuntime``; a copy is complete when the call returns."""
+
+    def __init__(self) -> None:
+        self.batch = BatchCopy(Library(13_000))
 
     def copy_2d(self, to: int, to_pitch: int, at: int, pitch: int, width: int, rows: int, _: int) -> None:
         for row in range(rows):

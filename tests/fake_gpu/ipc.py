@@ -29,6 +29,7 @@ class IpcRuntime:
     def __init__(self) -> None:
         self._open: dict[int, mmap.mmap] = {}
         self.pinned: dict[int, int] = {}
+        self.batch = None
 
     def allocation(self, address: int) -> tuple[int, int]:
         with open("/proc/self/maps", encoding="utf-8") as maps:

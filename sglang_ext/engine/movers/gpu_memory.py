@@ -23,6 +23,7 @@ import torch
 from sglang_ext.disagg.errors import TransportUnavailableError
 from sglang_ext.disagg.memory import HANDLE_BYTES
 from sglang_ext.engine.movers import row_copies
+from sglang_ext.engine.movers.batch_copies import batch_copy
 from sglang_ext.engine.movers.layer_copies import cuda_library
 from sglang_ext.engine.movers.mover import MoverError
 from sglang_ext.engine.movers.row_copies import TILE_WORDS, Launch, Rows, Side, Tile, pieces_of
@@ -103,6 +104,8 @@ class IpcRuntime:
 
     def __init__(self) -> None:
         self._runtime = cuda_library()
+        self.batch = batch_copy(self._runtime)
+        """Many copies by one call; None before CUDA 12.8."""
         try:
             self._driver = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
@@ -352,11 +355,16 @@ class GpuMemory:
             self._buffers.append(buffer)
 
     def copy_mixed(self, ranges: Ranges) -> None:
-        """As `copy`, where either side may be host memory: by a call for each range."""
+        """As `copy`, where either side may be host memory: by one call, before CUDA 12.8 by one for each
+        range."""
         assert self._runtime is not None, "prepare comes first"
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream()), self._all_of_it():
+            stream = self._stream().cuda_stream
+            if self._runtime.batch is not None:
+                self._runtime.batch(ranges[:, 0], ranges[:, 1], ranges[:, 2], stream)
+                return
             for source, target, nbytes in ranges.tolist():
-                self._runtime.copy(source, target, nbytes, self._stream().cuda_stream)
+                self._runtime.copy(source, target, nbytes, stream)
 
     def _queue(self, launch: Callable[[Launch], None], batch: RowBatch) -> None:
         # Let go when this returns: the allocator gives their memory to later work of this stream only.

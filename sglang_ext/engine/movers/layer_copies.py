@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from sglang_ext.engine.movers.batch_copies import batch_copy
 from sglang_ext.engine.movers.mover import BlockIds, MoverError
 from sglang_ext.geometry import BlockLayout
 
@@ -96,6 +97,8 @@ class CudaRuntime:
 
     def __init__(self) -> None:
         self._library = cuda_library()
+        self.batch = batch_copy(self._library)
+        """Many copies by one call; None before CUDA 12.8."""
 
     def copy_2d(
         self,
@@ -133,8 +136,9 @@ class CudaRuntime:
 
 
 class PlainCopies:
-    """Copies by calls of the runtime and torch's index kernels, through staging buffers. A call for each run
-    of neighbouring blocks, and kernels for each plane: for where `RowCopies` cannot be used.
+    """Copies by calls of the runtime and torch's index kernels, through staging buffers. A call for each
+    layer (`BatchCopy`; before CUDA 12.8 for each run of neighbouring blocks), and kernels for each plane: for
+    where `RowCopies` cannot be used.
 
     Args:
         planes: the pool's rows of words by local layer (`word_rows`).
@@ -164,9 +168,16 @@ class PlainCopies:
             self._copy_runs(gather_layer(self._planes[layer], part, len(ids)), layer, ids, to_host=True)
 
     def _copy_runs(self, staging: torch.Tensor, layer: int, ids: BlockIds, *, to_host: bool) -> None:
-        """One layer of arena blocks, a call for neighbouring ones: rows that lie a whole block apart."""
+        """One layer of arena blocks, side by side in ``staging``: by one call, else by one for each run of
+        neighbours, whose rows lie a whole block apart."""
         pitch, size = self._arena.block_bytes, self._layout.layer_bytes(layer)
         stream = torch.cuda.current_stream(self._device).cuda_stream
+        if (batch := self._runtime.batch) is not None:
+            there = self._arena.address + ids * pitch + self._layout.layer_offsets[layer]
+            here = staging.data_ptr() + np.arange(len(ids)) * size
+            source, target = (here, there) if to_host else (there, here)
+            batch(source, target, np.full(len(ids), size), stream)
+            return
         for position, first, count in runs_of_blocks(ids):
             here = staging.data_ptr() + position * size
             there = self._arena.address + first * pitch + self._layout.layer_offsets[layer]

@@ -184,7 +184,9 @@ class FakeEvent:
 
 
 class FakeRuntime:
-    """Calls of CUDA's runtime, of registered memory."""
+    """Calls of CUDA's runtime, of registered memory; one from before batches of copies."""
+
+    batch = None
 
     def __init__(self, cuda: FakeCuda) -> None:
         self._cuda = cuda

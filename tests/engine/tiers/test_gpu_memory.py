@@ -106,6 +106,7 @@ class Runtime:
 
     def __init__(self, calls: list[str], fails: int = 99) -> None:
         self.calls, self.left = calls, fails
+        self.batch = None
 
     def copy(self, source: int, target: int, nbytes: int, stream: int) -> None:
         self.left -= 1

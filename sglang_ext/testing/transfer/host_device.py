@@ -24,38 +24,53 @@ class HostDevice:
         self._lock = threading.Lock()
 
     def prepare(self) -> None:
-        pass
+        """Nothing is needed."""
 
     def export(self, address: int) -> tuple[bytes, int]:
+        """No handle."""
         raise TransportUnavailableError("cuda_ipc: the pool can grow")
 
     def open(self, handle: bytes) -> tuple[int, int]:
+        """No memory of others."""
         raise TransportUnavailableError("cuda_ipc: no GPU maps it")
 
     def close(self, address: int) -> None:
+        """Never called."""
         raise AssertionError("nothing was mapped")
 
     def copy(self, ranges: Ranges) -> None:
+        """By the host."""
         for source, target, nbytes in ranges.tolist():
             ctypes.memmove(target, source, nbytes)
 
     copy_mixed = copy
 
+    def dmabuf(self, address: int, nbytes: int) -> tuple[int, int]:
+        """None."""
+        raise TransportUnavailableError("no dma-buf")
+
+    def flush(self) -> None:
+        """Nothing is under way."""
+
     def pin(self, address: int, nbytes: int) -> None:
+        """Remember it."""
         if not self.pins:
             raise TransportUnavailableError("0 MiB of host memory cannot be pinned")
         assert address not in self.pinned
         self.pinned[address] = nbytes
 
     def unpin(self, address: int) -> None:
+        """Forget it."""
         del self.pinned[address]
 
     def gather(self, ranges: Ranges) -> None:
+        """By the host, to pinned memory only."""
         self._staged("gather", ranges, 1)
         ends = ranges[:, 1] + ranges[:, 2]
         assert (ranges[1:, 1] == ends[:-1]).all(), "the ranges do not lie side by side"
 
     def scatter(self, ranges: Ranges) -> None:
+        """By the host, from pinned memory only."""
         self._staged("scatter", ranges, 0)
 
     def _staged(self, call: str, ranges: Ranges, column: int) -> None:
