@@ -394,8 +394,9 @@ class KvConfig(Flagged):
     transports: str = flag(
         "",
         "How KV may travel between servers, best first, such as cma,tcp. Not given: the first of shm, cma, "
-        "cuda_ipc, verbs and tcp by which the other's memory can really be reached.",
-        several_of("shm", "cma", "cuda_ipc", "verbs", "tcp"),
+        "cuda_ipc, verbs and tcp by which the other's memory can really be reached. gpudirect is RDMA from "
+        "and to GPU memory, which has never run.",
+        several_of("shm", "cma", "cuda_ipc", "verbs", "tcp", "gpudirect"),
         common=True,
     )
     rdma_devices: str = flag(

@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
+from sglang_ext.cluster.doctor.findings import Level
 from sglang_ext.gpu_check.command import main
+from sglang_ext.gpu_check.serving import Answer, _compared
 
 pytestmark = pytest.mark.slow
 
@@ -105,3 +107,18 @@ def test_a_start_says_in_one_line_what_it_found() -> None:
     assert "DRAM tier pinned" in line
     assert "travels by shm (verbs: no RDMA device)" in line
     assert "\n" not in line
+
+
+def test_another_answer_of_a_tier_is_a_problem_and_another_tier_a_warning() -> None:
+    """The judgement of the step with a server."""
+    cold = Answer((1, 2), (-0.5, -0.25), "computed", 0.2)
+    cases = (
+        (Answer((1, 2), (-0.5, -0.25), "DRAM", 0.1), Level.OK, "the same answer"),
+        (Answer((1, 3), (-0.5, -0.25), "DRAM", 0.1), Level.PROBLEM, "ANOTHER ANSWER"),
+        (Answer((1, 2), (-0.5, -0.26), "DRAM", 0.1), Level.PROBLEM, "ANOTHER ANSWER"),
+        (Answer((1, 2), (-0.5, -0.25), "HBM", 0.1), Level.WARNING, "from HBM instead"),
+    )
+    for found, level, text in cases:
+        finding = _compared("DRAM", cold, found)
+        assert finding.level is level
+        assert text in finding.text

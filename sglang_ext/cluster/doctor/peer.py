@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from sglang_ext.cluster.doctor.findings import Finding, Level
 from sglang_ext.cluster.doctor.peer_messages import End, Examined
-from sglang_ext.disagg.transports import TransportName
+from sglang_ext.disagg.transports import TRIED, TransportName
 from sglang_ext.errors import PeerError
 
 _SHOWN: Final = 8
@@ -197,7 +197,7 @@ def _moving(way: str, examined: Examined) -> Finding:
 
 def _better(chosen: str) -> list[str]:
     """Transports of host memory that are preferred to one."""
-    names = [str(name) for name in TransportName if name is not TransportName.CUDA_IPC]
+    names = [str(name) for name in TRIED if name is not TransportName.CUDA_IPC]
     return names[: names.index(chosen)] if chosen in names else names
 
 

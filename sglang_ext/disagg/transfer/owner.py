@@ -364,6 +364,8 @@ class Owner:
         grant = self._grants.written(message.grant, session.reader.epoch)
         if grant is None:
             raise RefusedError("grant", "the grant is over; what was written is lost")
+        for served in session.served.values():
+            served.landed()
         self._forget(grant)
         await receiver.filled(grant.pool, grant.blocks, grant.request)
         return Completed(True)

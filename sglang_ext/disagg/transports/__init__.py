@@ -46,13 +46,18 @@ MAX_GRANTS: Final = 4096
 
 
 class TransportName(enum.StrEnum):
-    """All transports, in the order in which they are preferred."""
+    """All transports, in the order in which they are preferred. The last one is used only where named."""
 
     SHM = "shm"
     CMA = "cma"
     CUDA_IPC = "cuda_ipc"
     VERBS = "verbs"
     TCP = "tcp"
+    GPUDIRECT = "gpudirect"
+
+
+TRIED: Final = tuple(name for name in TransportName if name is not TransportName.GPUDIRECT)
+"""Where none are named."""
 
 
 class CancelToken:
@@ -153,6 +158,10 @@ class Served(ABC):
         """The grant is over: from now on no write that begins under this slot lands. Called at least once for
         each session that was admitted; transports that look at `grants` before each write need not do
         anything."""
+
+    def landed(self) -> None:
+        """The peer's write is complete, and used next. For adapters that write to a GPU, see `verbs`."""
+        return
 
     @abstractmethod
     def fence(self) -> bool:

@@ -7,12 +7,14 @@ it only loses the transport. Traps of pyverbs 44 that the code works around are 
 from __future__ import annotations
 
 import logging
+import os
 import random
 import time
-from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from sglang_ext.disagg.errors import (
     PeerGoneError,
@@ -20,7 +22,8 @@ from sglang_ext.disagg.errors import (
     TransferError,
     TransportUnavailableError,
 )
-from sglang_ext.disagg.memory import MemoryKind, RegionTable
+from sglang_ext.disagg.memory import MemoryKind, Region, RegionTable
+from sglang_ext.disagg.transports.cuda_ipc import DeviceMemory
 
 DEPTH: Final = 256
 """Send queue of a queue pair, in work requests."""
@@ -67,9 +70,9 @@ class QueuePairInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Device:
     """An open device with a protection domain, and every region registered in it."""
 
-    def __init__(self, name: str, port: int, regions: RegionTable) -> None:
+    def __init__(self, name: str, port: int, regions: RegionTable, gpu: DeviceMemory | None = None) -> None:
+        """gpu: the GPU whose memory is registered too."""
         from pyverbs.device import Context
-        from pyverbs.mr import MR
         from pyverbs.pd import PD
         from pyverbs.pyverbs_error import PyverbsError
 
@@ -87,22 +90,60 @@ class Device:
             raise TransportUnavailableError(f"verbs: {name} cannot be opened: {error}") from None
         self.memory: dict[int, Any] = {}
         """By region."""
-        for region in regions:
+        self.bases: dict[int, int] = {}
+        """By region, the address that the adapter knows it by."""
+        try:
+            for region in regions:
+                self._register(region, gpu)
+        except BaseException:
+            self.close()
+            raise
+
+    def _register(self, region: Region, gpu: DeviceMemory | None) -> None:
+        from pyverbs.mr import MR
+        from pyverbs.pyverbs_error import PyverbsError
+
+        reason = ""
+        if region.kind is MemoryKind.CUDA:
+            reason = self._register_dmabuf(region, gpu) or ""
+            if not reason:
+                return
+        try:
+            # A memory region holds no reference to the memory: the region table keeps the owner. A GPU's is
+            # registered so by nvidia-peermem.
+            registered = MR(self.domain, region.nbytes, self.access, address=region.address)
+        except PyverbsError as error:
+            hint = (
+                "Load nvidia-peermem, or leave out gpudirect: pinned memory carries the KV then"
+                if region.kind is MemoryKind.CUDA
+                else "Raise the memlock limit (ulimit -l unlimited)"
+            )
+            raise TransportUnavailableError(
+                f"verbs: {region.nbytes} bytes of {region.kind} memory cannot be registered: "
+                f"{reason and reason + '; '}{error}",
+                hint=hint,
+            ) from None
+        self.memory[region.index], self.bases[region.index] = registered, region.address
+
+    def _register_dmabuf(self, region: Region, gpu: DeviceMemory | None) -> str | None:
+        """Register GPU memory by a dma-buf; why that cannot be, or None."""
+        from pyverbs.pyverbs_error import PyverbsError
+
+        if gpu is None:
+            return "CUDA is not used by this process"
+        try:
+            from pyverbs.mr import DmaBufMR
+
+            fd, at = gpu.dmabuf(region.address, region.nbytes)
             try:
-                # A memory region holds no reference to the memory: the region table keeps the owner.
-                registered = MR(self.domain, region.nbytes, self.access, address=region.address)
-                self.memory[region.index] = registered
-            except PyverbsError as error:
-                self.close()
-                hint = (
-                    "Load nvidia-peermem, or publish from the DRAM tier"
-                    if region.kind is MemoryKind.CUDA
-                    else "Raise the memlock limit (ulimit -l unlimited)"
-                )
-                raise TransportUnavailableError(
-                    f"verbs: {region.nbytes} bytes of {region.kind} memory cannot be registered: {error}",
-                    hint=hint,
-                ) from None
+                registered = DmaBufMR(self.domain, region.nbytes, self.access, dmabuf=fd, offset=at)
+            finally:
+                os.close(fd)  # the registration holds the memory
+        except (ImportError, TransportUnavailableError, PyverbsError) as error:
+            return f"by dma-buf: {error}"
+        # pyverbs registers it at its offset in the dma-buf, not at its address.
+        self.memory[region.index], self.bases[region.index] = registered, at
+        return None
 
     def close(self) -> None:
         """Deregister everything and close the device."""
@@ -200,8 +241,8 @@ class QueuePair:
         except (PyverbsError, ValueError, OverflowError) as error:
             raise PeerProtocolError(f"verbs: cannot connect to queue pair {peer.number}: {error}") from None
 
-    def post(self, requests: Sequence[tuple[int, int, int, int, int]], *, write: bool) -> None:
-        """One doorbell: (remote key, remote address, local key, local address, bytes) each; the last is
+    def post(self, requests: npt.NDArray[np.int64], *, write: bool) -> None:
+        """One doorbell: rows of remote key, remote address, local key, local address, bytes; the last is
         signaled.
 
         One scatter entry serves all requests: pyverbs leaks some bytes for every such object made.
@@ -210,7 +251,7 @@ class QueuePair:
         qp.wr_start()
         qp.wr_flags = 0
         last = len(requests) - 1
-        for i, (rkey, remote, lkey, local, n) in enumerate(requests):
+        for i, (rkey, remote, lkey, local, n) in enumerate(requests.tolist()):
             qp.wr_id = i
             if i == last:
                 qp.wr_flags = self._e.IBV_SEND_SIGNALED

@@ -95,6 +95,16 @@ class DeviceMemory(Protocol):
     def copy_mixed(self, ranges: Ranges) -> None:
         """As `copy`, where either side may be host memory."""
 
+    def dmabuf(self, address: int, nbytes: int) -> tuple[int, int]:
+        """A descriptor of a dma-buf with this memory, to be closed by the caller, and where in it it begins.
+
+        Raises:
+            TransportUnavailableError: the driver makes none.
+        """
+
+    def flush(self) -> None:
+        """Order what adapters have written to this GPU's memory before kernels that are launched later."""
+
     def pin(self, address: int, nbytes: int) -> None:
         """Make host memory the target of `gather` and the source of `scatter`.
 

@@ -9,14 +9,14 @@ from sglang_ext.addresses import host_of
 from sglang_ext.compiled import COMPILED
 from sglang_ext.disagg.errors import TransportUnavailableError
 from sglang_ext.disagg.memory import MemoryKind, Region, RegionMeta, RegionTable
-from sglang_ext.disagg.transports import Transport, TransportName
+from sglang_ext.disagg.transports import TRIED, Transport, TransportName
 from sglang_ext.disagg.transports._gathering import GatherTransport, PinnedArena
 from sglang_ext.disagg.transports.cuda_ipc import CudaIpcTransport, DeviceMemory
 from sglang_ext.disagg.transports.local import CmaTransport, ShmTransport
 from sglang_ext.disagg.transports.pinned import StagedTransport
 from sglang_ext.disagg.transports.rails import Place
 from sglang_ext.disagg.transports.tcp import TcpTransport
-from sglang_ext.disagg.transports.verbs import VerbsTransport, verbs_reason
+from sglang_ext.disagg.transports.verbs import GpuDirectTransport, VerbsTransport, verbs_reason
 
 TCP_LANES = 8
 """Lanes of a tcp connection, unless configured: requests in flight share the way to a peer and back, where
@@ -58,7 +58,7 @@ def make_transports(config: TransportConfig, regions: RegionTable) -> dict[Trans
     Those give the reason in `unavailable`, are not offered, and cost nothing. Pools in GPU memory that a
     transport does not reach are staged for it; those that reach them come first.
     """
-    names = tuple(config.transports) or tuple(TransportName)
+    names = tuple(config.transports) or TRIED
     staging = _staging(config, regions, names)
     seen = regions if staging is None else regions.on_host()
     made = {name: _make(name, config, regions, seen, staged=staging is not None) for name in names}
@@ -96,6 +96,11 @@ def _make(
             return VerbsTransport(seen, lanes, config.rank, config.place, config.rdma_devices)
         case TransportName.TCP:
             return TcpTransport(seen, host_of(config.bind), config.lanes or TCP_LANES, config.ports)
+        case TransportName.GPUDIRECT:
+            lanes = config.lanes or 1
+            return GpuDirectTransport(
+                regions, lanes, config.rank, config.place, config.rdma_devices, config.device
+            )
 
 
 def reasons() -> dict[TransportName, str | None]:
@@ -108,6 +113,7 @@ def reasons() -> dict[TransportName, str | None]:
         TransportName.CUDA_IPC: "for pools in GPU memory only: see `sglang-ext gpu-check`",
         TransportName.VERBS: verbs_reason(),
         TransportName.TCP: None if COMPILED else "numba is missing: pip install numba",
+        TransportName.GPUDIRECT: "for pools in GPU memory, where --kv-transports names it; it has never run",
     }
 
 

@@ -11,6 +11,7 @@ Several lanes are several queue pairs, each with a completion queue of its own, 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ from sglang_ext.disagg.errors import (
 )
 from sglang_ext.disagg.memory import MemoryKind, RegionTable
 from sglang_ext.disagg.numa import node_of
-from sglang_ext.disagg.runs import Runs
+from sglang_ext.disagg.runs import BYTES, LOCAL, LOCAL_AT, REMOTE, REMOTE_AT, Runs, cut
 from sglang_ext.disagg.transports import CancelToken, Channel, PeerInfo, Served, Transport, TransportName
 from sglang_ext.disagg.transports._rdma import (
     BATCH,
@@ -37,6 +38,7 @@ from sglang_ext.disagg.transports._rdma import (
     QueuePairInfo,
     import_pyverbs,
 )
+from sglang_ext.disagg.transports.cuda_ipc import DeviceMemory
 from sglang_ext.disagg.transports.rails import NOWHERE, Place, Rail, choose, topology
 from sglang_ext.wire import Codec, Message, WireError
 
@@ -56,6 +58,8 @@ class _Answer(Message, frozen=True, tag="va"):
     pairs: tuple[QueuePairInfo, ...]
     keys: tuple[int, ...]
     """Remote key of each region; 0 where it is not registered."""
+    bases: tuple[int, ...]
+    """The address that the adapter knows each region by."""
 
 
 _OFFER: Codec[_Offer] = Codec(_Offer, 1 << 16)
@@ -70,16 +74,19 @@ class VerbsChannel(Channel):
 
     def __init__(
         self,
-        regions: RegionTable,
         device: Device,
         pairs: list[QueuePair],
-        peer: PeerInfo,
-        keys: tuple[int, ...],
+        answer: _Answer,
     ) -> None:
         self.lanes = len(pairs)
         self._pairs: list[QueuePair | None] = list(pairs)
-        self._remote = [(key, m.address) for key, m in zip(keys, peer.regions, strict=True)]
-        self._local = {i: (m.lkey, int(regions.bases[i])) for i, m in device.memory.items()}
+        # By region: key and address.
+        self._remote: npt.NDArray[np.int64] = np.array(
+            [*zip(answer.keys, answer.bases, strict=True)], np.int64
+        ).reshape(-1, 2)
+        self._local: npt.NDArray[np.int64] = np.zeros((1 + max(device.memory, default=0), 2), np.int64)
+        for i, registered in device.memory.items():
+            self._local[i] = registered.lkey, device.bases[i]
         self._broken = False
 
     @property
@@ -124,18 +131,20 @@ class VerbsChannel(Channel):
         if token.cancelled:
             raise CancelledTransferError("verbs: the transfer was cancelled")
 
-    def _requests(self, runs: Runs) -> list[tuple[int, int, int, int, int]]:
-        requests: list[tuple[int, int, int, int, int]] = []
-        remote, local = self._remote, self._local
-        for r, at, here, to, n in runs.tolist():
-            rkey, base = remote[r]
-            lkey, own = local[here]
-            done = 0
-            while done < n:
-                take = min(n - done, MAX_MESSAGE)
-                requests.append((rkey, base + at + done, lkey, own + to + done, take))
-                done += take
-        return requests
+    def _requests(self, runs: Runs) -> npt.NDArray[np.int64]:
+        """As `Poster.post` takes them."""
+        if len(runs) and int(runs[:, BYTES].max()) > MAX_MESSAGE:
+            runs = cut(runs, MAX_MESSAGE)[0]
+        there, here = self._remote[runs[:, REMOTE]], self._local[runs[:, LOCAL]]
+        return np.column_stack(
+            (
+                there[:, 0],
+                there[:, 1] + runs[:, REMOTE_AT],
+                here[:, 0],
+                here[:, 1] + runs[:, LOCAL_AT],
+                runs[:, BYTES],
+            )
+        )
 
     def _destroy(self, lane: int) -> None:
         pair, self._pairs[lane] = self._pairs[lane], None
@@ -147,7 +156,7 @@ class _Session(Served):
     """The owner's ends of a reader's queue pairs. They serve by themselves."""
 
     def __init__(self, pairs: list[QueuePair]) -> None:
-        self._pairs = pairs
+        self.pairs = pairs
 
     def admit(self, slot: int) -> None:
         """Nothing to do: the adapter knows no grants; `fence` ends the queue pairs."""
@@ -160,8 +169,8 @@ class _Session(Served):
         return True
 
     def close(self) -> None:
-        while self._pairs:
-            self._pairs.pop().close()
+        while self.pairs:
+            self.pairs.pop().close()
 
 
 def verbs_reason() -> str | None:
@@ -195,6 +204,7 @@ class VerbsTransport(Transport):
         self._rank = rank
         self._place = place
         self._devices = tuple(devices)
+        self.gpu: DeviceMemory | None = None
         self.rail: Rail | None = None
         """The adapter in use, and why it is that one; None before the first peer."""
         self._device: Device | None = None
@@ -226,7 +236,7 @@ class VerbsTransport(Transport):
     def accept(self, session: bytes, offer: bytes, grants: npt.NDArray[np.int64]) -> tuple[bytes, Served]:
         reason = self.unavailable()
         if reason is not None:
-            raise TransportUnavailableError(f"verbs: {reason}")
+            raise TransportUnavailableError(f"{self.name}: {reason}")
         try:
             theirs = _OFFER.decode(offer).pairs
         except WireError as error:
@@ -242,8 +252,12 @@ class VerbsTransport(Transport):
         except BaseException:
             _Session(pairs).close()
             raise
-        keys = [device.memory[i].rkey if i in device.memory else 0 for i in range(len(self.regions.metas()))]
-        answer = _Answer(tuple(p.info() for p in pairs), tuple(keys))
+        every = range(len(self.regions.metas()))
+        answer = _Answer(
+            tuple(p.info() for p in pairs),
+            tuple(device.memory[i].rkey if i in device.memory else 0 for i in every),
+            tuple(device.bases.get(i, 0) for i in every),
+        )
         return _ANSWER.encode(answer), _Session(pairs)
 
     def open(self, peer: PeerInfo, session: bytes, offer: bytes, answer: bytes) -> Channel:
@@ -252,12 +266,16 @@ class VerbsTransport(Transport):
         except WireError as error:
             raise PeerProtocolError(f"verbs: {error}") from None
         pairs = self._offered.get(offer, [])
-        if len(found.pairs) != len(pairs) or len(found.keys) != len(peer.regions):
+        described = len(peer.regions)
+        if len(found.pairs) != len(pairs) or {len(found.keys), len(found.bases)} != {described}:
             raise PeerProtocolError("verbs: the peer's answer does not match the offer")
         for pair, info in zip(pairs, found.pairs, strict=True):
             pair.connect(info)
         del self._offered[offer]
-        return VerbsChannel(self.regions, self._open(), pairs, peer, found.keys)
+        return self._channel(pairs, found)
+
+    def _channel(self, pairs: list[QueuePair], answer: _Answer) -> Channel:
+        return VerbsChannel(self._open(), pairs, answer)
 
     def close(self) -> None:
         for offer in list(self._offered):
@@ -269,7 +287,7 @@ class VerbsTransport(Transport):
     def _open(self) -> Device:
         if self._device is None:
             rail = choose(topology(), self._memory_place(), self._rank, self._devices)
-            self._device = Device(rail.nic.name, rail.nic.port, self.regions)
+            self._device = Device(rail.nic.name, rail.nic.port, self.regions, self.gpu)
             self.rail = rail
             log.info("rank %d moves KV over RDMA device %s", self._rank, rail)
         return self._device
@@ -282,3 +300,65 @@ class VerbsTransport(Transport):
         if largest is None or largest.kind is not MemoryKind.HOST:
             return NOWHERE
         return Place((), node_of(largest.address, largest.nbytes))
+
+
+class GpuDirectChannel(VerbsChannel):
+    """As `VerbsChannel`, into GPU memory and out of it."""
+
+    name = TransportName.GPUDIRECT
+
+    def __init__(self, device: Device, pairs: list[QueuePair], answer: _Answer, gpu: DeviceMemory) -> None:
+        super().__init__(device, pairs, answer)
+        self._gpu = gpu
+
+    def read(self, lane: int, runs: Runs, token: CancelToken) -> None:
+        super().read(lane, runs, token)
+        self._gpu.flush()
+
+
+class _GpuDirectSession(_Session):
+    def __init__(self, pairs: list[QueuePair], gpu: DeviceMemory) -> None:
+        super().__init__(pairs)
+        self._gpu = gpu
+
+    def landed(self) -> None:
+        self._gpu.flush()
+
+
+class GpuDirectTransport(VerbsTransport):
+    """GPUDirect RDMA: pools in GPU memory that the adapter reaches itself, registered by dma-buf, else by
+    nvidia-peermem. It has never run: no adapter and GPU were there. Used only where it is named.
+
+    A read's completion says that the adapter has written; `flush` orders that before kernels launched later.
+    What was read at the owner was loaded from its GPU's memory, as the owner publishes blocks behind the
+    event of the pass that wrote them.
+    """
+
+    name = TransportName.GPUDIRECT
+
+    def __init__(self, regions: RegionTable, lanes: int, rank: int, place: Place, devices: Sequence[str],
+                 gpu: DeviceMemory | None) -> None:  # fmt: skip
+        super().__init__(regions, lanes, rank, place, devices)
+        self.gpu = gpu
+
+    def unavailable(self) -> str | None:
+        if all(region.kind is MemoryKind.HOST for region in self.regions):
+            return "no pool is in GPU memory"
+        if self.gpu is None:
+            return "CUDA is not used by this process"
+        reason = verbs_reason()
+        if reason is None:
+            with contextlib.suppress(TransportUnavailableError):
+                self.gpu.prepare()
+            reason = super().unavailable()
+        return reason
+
+    def accept(self, session: bytes, offer: bytes, grants: npt.NDArray[np.int64]) -> tuple[bytes, Served]:
+        answer, served = super().accept(session, offer, grants)
+        assert isinstance(served, _Session)
+        assert self.gpu is not None
+        return answer, _GpuDirectSession(served.pairs, self.gpu)
+
+    def _channel(self, pairs: list[QueuePair], answer: _Answer) -> Channel:
+        assert self.gpu is not None
+        return GpuDirectChannel(self._open(), pairs, answer, self.gpu)

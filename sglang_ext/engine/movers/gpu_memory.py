@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import mmap
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,6 +40,9 @@ WIDTHS: Final = (16, 128, 1024, TILE_WORDS)
 _WORDS: Final = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 _VECTOR_BYTES: Final = 16
 _LAZY_PEER_ACCESS: Final = 1
+_DMA_BUF: Final = 1
+_CURRENT_DEVICE: Final = 0
+_TO_OWNER: Final = 100
 _PORTABLE: Final = 1
 """Pinned for every context."""
 _DEFAULT_KIND: Final = 4
@@ -152,6 +156,22 @@ class IpcRuntime:
             ctypes.c_void_p(stream),
         )
         self._check("cudaMemcpyAsync", status)
+
+    def dmabuf(self, address: int, nbytes: int) -> int:
+        """A descriptor of a dma-buf with this memory, of whole pages."""
+        fd = ctypes.c_int(-1)
+        status = self._driver.cuMemGetHandleForAddressRange(
+            ctypes.byref(fd), ctypes.c_uint64(address), ctypes.c_size_t(nbytes), ctypes.c_int(_DMA_BUF), 0
+        )
+        self._check("cuMemGetHandleForAddressRange", status)
+        return fd.value
+
+    def flush(self) -> None:
+        """Order what adapters have written before kernels to come."""
+        status = self._runtime.cudaDeviceFlushGPUDirectRDMAWrites(
+            ctypes.c_int(_CURRENT_DEVICE), ctypes.c_int(_TO_OWNER)
+        )
+        self._check("cudaDeviceFlushGPUDirectRDMAWrites", status)
 
     def pin(self, address: int, nbytes: int) -> int:
         """Pin host memory; its address for kernels."""
@@ -273,6 +293,27 @@ class GpuMemory:
         except Exception as error:  # noqa: BLE001 - a row of another kind compiles another kernel
             self._without_kernel(error)
             self.copy_mixed(ranges)
+
+    def dmabuf(self, address: int, nbytes: int) -> tuple[int, int]:
+        """A descriptor of a dma-buf with this memory, to be closed by the caller, and where in it it begins.
+
+        Raises:
+            TransportUnavailableError: the driver makes none.
+        """
+        assert self._runtime is not None, "prepare comes first"
+        first = address - address % mmap.PAGESIZE
+        end = address + nbytes
+        try:
+            with torch.cuda.device(self._device):
+                return self._runtime.dmabuf(first, end - first + -end % mmap.PAGESIZE), address - first
+        except RuntimeError as error:
+            raise TransportUnavailableError(f"GPU memory has no dma-buf: {error}") from None
+
+    def flush(self) -> None:
+        """Order what adapters have written to this GPU's memory before kernels that are launched later."""
+        assert self._runtime is not None, "prepare comes first"
+        with torch.cuda.device(self._device):
+            self._runtime.flush()
 
     def pin(self, address: int, nbytes: int) -> None:
         """Make host memory the target of `gather` and the source of `scatter`.

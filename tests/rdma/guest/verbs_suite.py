@@ -42,7 +42,7 @@ def close(sides, channel, served) -> None:  # type: ignore[no-untyped-def]
 
 def test_a_range_that_the_owner_did_not_register_is_refused_and_ends_the_queue_pair() -> None:
     sides, channel, served = connect()
-    channel._remote = [(key, address + (1 << 30)) for key, address in channel._remote]
+    channel._remote[:, 1] += 1 << 30
     with pytest.raises(PeerProtocolError, match="not what it described"):
         channel.read(0, np.array([(0, 0, 0, 0, 64)], np.int64), CancelToken())
     assert channel.broken
