@@ -85,7 +85,7 @@ class PinnedArena:
         self._preparing = threading.Lock()
         self._reason: str | None = "not prepared"
         self.users = 0
-        """Transports that use it; the last one that closes frees it."""
+        """How many transports use it. It is freed when all of them are closed."""
 
     def __repr__(self) -> str:
         free = ", ".join(f"{len(self._free[serving])} free of {SLOTS}" for serving in (False, True))

@@ -6,7 +6,7 @@
             owner ─> the owner scatters it into its pool, under the grant
 
 The carrier is the transport whose name this one has; it sees regions in host memory only, of which the slots
-are one. What is in host memory on both sides takes the carrier alone.
+are one. Ranges in host memory on both sides go by the carrier alone.
 
 Why a counter read later is enough: the owner replies behind the event of its kernel, by which each byte was
 loaded, and the slot is read after the reply. A slot may meanwhile have become another's, as this process may

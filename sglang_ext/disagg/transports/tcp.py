@@ -263,7 +263,7 @@ class TcpChannel(Channel):
 
 
 def shut(sock: socket.socket) -> None:
-    """End a connection, whoever waits for it; its descriptor stays."""
+    """End a connection, also while a thread waits for it; its descriptor stays open."""
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
 

@@ -330,8 +330,7 @@ class GpuDirectTransport(VerbsTransport):
     nvidia-peermem. It has never run: no adapter and GPU were there. Used only where it is named.
 
     A read's completion says that the adapter has written; `flush` orders that before kernels launched later.
-    What was read at the owner was loaded from its GPU's memory, as the owner publishes blocks behind the
-    event of the pass that wrote them.
+    The owner publishes blocks behind the event of the pass that wrote them, so its adapter loads these bytes.
     """
 
     name = TransportName.GPUDIRECT

@@ -382,8 +382,8 @@ class GpuMemory:
 
     @contextmanager
     def _buffer(self, nbytes: int) -> Iterator[int]:
-        """The address of memory of the GPU that is nobody else's meanwhile. As many are kept as were in use
-        at once: at most one for each slot of pinned memory, and as large."""
+        """Address of a buffer in GPU memory, for one `gather` at a time. As many are kept as were in
+        use at once: at most one for each slot of pinned memory, and as large."""
         try:
             buffer = self._buffers.pop()
         except IndexError:

@@ -173,9 +173,9 @@ class PlainCopies:
         pitch, size = self._arena.block_bytes, self._layout.layer_bytes(layer)
         stream = torch.cuda.current_stream(self._device).cuda_stream
         if (batch := self._runtime.batch) is not None:
-            there = self._arena.address + ids * pitch + self._layout.layer_offsets[layer]
-            here = staging.data_ptr() + np.arange(len(ids)) * size
-            source, target = (here, there) if to_host else (there, here)
+            blocks = self._arena.address + ids * pitch + self._layout.layer_offsets[layer]
+            places = staging.data_ptr() + np.arange(len(ids)) * size
+            source, target = (places, blocks) if to_host else (blocks, places)
             batch(source, target, np.full(len(ids), size), stream)
             return
         for position, first, count in runs_of_blocks(ids):

@@ -97,6 +97,18 @@ def test_a_layer_of_scattered_blocks_is_one_call(monkeypatch: pytest.MonkeyPatch
             assert np.array_equal(rows, wanted)
             rows[0, 0] ^= 1
             assert not np.array_equal(rows, wanted)
+    blocks[ids] = 0
+    before, library.calls = blocks.copy(), []
+    for layer in range(3):
+        copies.store(slots, Blocks(ids, torch.from_numpy), layer)
+    assert library.calls == [5, 5, 5]
+    for layer in range(3):
+        for kind in range(2):
+            low, high = layout.plane_offsets[2 * layer + kind : 2 * layer + kind + 2]
+            rows = pool[layer][kind].view(64, -1).view(torch.uint8)[slots].numpy()
+            assert np.array_equal(rows, blocks[ids, low:high].reshape(len(slots), -1))
+    others = np.setdiff1d(np.arange(16), ids)
+    assert np.array_equal(blocks[others], before[others])
 
 
 def test_ranges_between_processes_are_one_call_too(monkeypatch: pytest.MonkeyPatch) -> None:
