@@ -57,13 +57,13 @@ class Rig:
 
 @pytest.fixture(
     scope="module",
-    params=[("pull", 1), ("pull", 16), ("push", 16)],
-    ids=["pull-page1", "pull-page16", "push-page16"],
+    params=[("pull", 1, 1), ("pull", 16, 1), ("push", 16, 1), ("pull", 1, 2)],
+    ids=["pull-page1", "pull-page16", "push-page16", "pull-two-ranks"],
 )
 def rig(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, leak_guard: LeakGuard
 ) -> Iterator[Rig]:
-    mode, page = request.param
+    mode, page, ranks = request.param
     faults = tmp_path_factory.mktemp("decode")
     # Not forked from a process that has imported SGLang for a CPU.
     alone = ServerSpec(
@@ -77,6 +77,7 @@ def rig(
         flags=(
             *(*FLAGS, "--kv-pd-caching", "3", "--page-size", str(page), "--kv-check"),
             *("--kv-transfer-mode", mode, "--kv-transports", "cuda_ipc", "--kv-dram-size", "32MiB"),
+            *("--tp", str(ranks)),
         ),
     )
     decode = replace(half, environment={**fake_gpu.ENVIRONMENT, FOLDER: str(faults)})
@@ -114,3 +115,38 @@ def test_kv_goes_from_gpu_to_gpu_both_ways(rig: Rig) -> None:
         wait_until(lambda: count(server, BY_IPC) > 0, seconds=60, what="bytes by cuda_ipc")  # noqa: B023
     for server in rig.pd.servers:
         assert "without a kernel" not in server.log.read_text(encoding="utf-8")
+
+
+def test_tenants_share_no_kv(rig: Rig) -> None:
+    """One tenant's prompt again is a hit, another tenant's is computed; all answers are alike."""
+    prompt, expected = prompt_of(8, PROMPT_TOKENS), rig.expected(prompt_of(8, PROMPT_TOKENS))
+    prefill = rig.pd.prefill[0].server
+    for tenant, known in (("one", False), ("one", True), ("other", False)):
+        before = count(prefill, RETURNED)
+        first, second = rig.pd.start(prompt, max_new_tokens=ANSWER_TOKENS, cache_salt=tenant)
+        assert_same(expected, second.result(), atol=ATOL)
+        assert (first.result().cached_tokens > PROMPT_TOKENS / 2) is known
+        if not known:
+            wait_until(lambda: count(prefill, RETURNED) > before, seconds=60, what="the return")  # noqa: B023
+
+
+def test_after_new_weights_kv_is_handed_over_and_back(rig: Rig) -> None:
+    """Both have the new weights, and nothing of the KV of the old ones is used."""
+    prompt, expected = prompt_of(9, PROMPT_TOKENS), rig.expected(prompt_of(9, PROMPT_TOKENS))
+    rig.ask(prompt)
+    path = rig.truth.server_info()["model_path"]
+    rig.pd.wait_idle()
+    for server in rig.pd.servers:
+        assert server.post("/update_weights_from_disk", {"model_path": path})["success"]
+    prefill = rig.pd.prefill[0].server
+    for known in (False, True):
+        before = count(prefill, RETURNED)
+        first, second = rig.pd.start(prompt, max_new_tokens=ANSWER_TOKENS)
+        assert_same(expected, second.result(), atol=ATOL)
+        assert (first.result().cached_tokens > PROMPT_TOKENS / 2) is known
+        if not known:
+            wait_until(lambda: count(prefill, RETURNED) > before, seconds=60, what="the return")  # noqa: B023
+    with fault(rig.faults, "damage"):
+        damaged = rig.ask(prompt_of(10, PROMPT_TOKENS))
+    with pytest.raises(AssertionError):
+        assert_same(rig.expected(prompt_of(10, PROMPT_TOKENS)), damaged, atol=ATOL)
