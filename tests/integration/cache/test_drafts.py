@@ -1,7 +1,7 @@
 """Speculative decoding with the shared cache: the draft model's KV comes from DRAM and disk with the model's.
 
 The draft has the model's weights, so that it guesses well. A hit must leave answers and guesses as they were:
-the same tokens, in as many passes. The long form has a model of each family.
+the same tokens, in as many passes. The long form has latents too.
 """
 
 from __future__ import annotations
@@ -32,13 +32,8 @@ BLOCKS = 20
 """Of a prompt. HBM holds two prompts, DRAM four."""
 NEW_TOKENS = 24
 DRAFT_LAYERS = 4
-MODELS = [
-    "tiny",
-    *(
-        pytest.param(name, marks=pytest.mark.long)
-        for name in ("tiny-mla", "tiny-moe", "tiny-mla-moe", "tiny-gemma3")
-    ),
-]
+# SGLang 0.5.23 starts the draft of a Qwen3-MoE or DeepSeek model as its MTP layer, whatever the algorithm.
+MODELS = ["tiny", pytest.param("tiny-mla", marks=pytest.mark.long)]
 
 
 @dataclass(frozen=True)
