@@ -184,7 +184,7 @@ DESIGNS = {
 
 
 def memserve_designs(options: PapersOptions, report: Report) -> None:
-    """Figure 8: ShareGPT, three colocated instances, and one that prefills beside two that decode."""
+    """Figure 8: ShareGPT, three colocated instances beside a prefill and two decode instances."""
     talks = [talk for talk in sharegpt(data_folder(), options.pick(400, quick=80, tiny=6)) if talk.requests]
     profile = costs(LLAMA_2_13B, DEVICES["h100"], 2, NVLINK)
     hbm = int((2 * 80 * GB * 0.9 - 26 * GB) / profile.kv_bytes_per_token / BLOCK_TOKENS)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 from sglang_ext.cost_model import CostModel
 from sglang_ext.cost_model.batch import Batching
-from sglang_ext.engine.pd.returns import room
+from sglang_ext.engine.pd.returns import reserving
 from sglang_ext.engine.peers.fetch_results import FetchResult
 from sglang_ext.engine.prefetch.hbm_prefetch import PrefetchResult
 from sglang_ext.engine.tiers.promotion import Wanted
@@ -370,9 +370,9 @@ class Instance:
         """Keep the blocks of a request that has ended until prefill has them (``ReturnSender``)."""
         tree, hbm = self.engine.tree, self.engine.hbm
         key = job.text[:-TOKEN_BYTES]
-        path = room.held(tree, hbm, job.namespace, key)
+        path = reserving.held(tree, hbm, job.namespace, key)
         blocks = sum(node.blocks for node in path)
-        if not blocks or not room.may_lock(self._kept_back, blocks, self._settings.hbm):
+        if not blocks or not reserving.may_lock(self._kept_back, blocks, self._settings.hbm):
             return
         tree.lock(path[-1], hbm)
         self._kept_back += blocks

@@ -17,7 +17,7 @@ from sglang_ext.engine.movers.mover import BlockIds
 from sglang_ext.engine.moves.move import Move, MovePlanner
 from sglang_ext.engine.moves.moves import Moves
 from sglang_ext.engine.moves.sources import FromPeer
-from sglang_ext.engine.pd.returns import room
+from sglang_ext.engine.pd.returns import reserving
 from sglang_ext.mempool.ledger import Committed
 from sglang_ext.mempool.store import Refusal, Store
 from sglang_ext.simulator.links import Flow, Network, SharedLink
@@ -325,7 +325,7 @@ class Returns(MovePlanner):
         Args:
             busy: requests wait for memory.
         """
-        found = room.reserve(self._store, back.namespace, back.key, busy=busy, into_dram=True)
+        found = reserving.reserve(self._store, back.namespace, back.key, busy=busy, into_dram=True)
         if isinstance(found, Refusal):
             self._wires.network.later(self._wires.latency_s, back.over)
             return

@@ -52,7 +52,7 @@ class Settings:
     fetch: bool = True
     """Instances fetch KV from each other."""
     for_others: int = 0
-    """Blocks of its DRAM that an instance keeps for those whose DRAM is full (``--kv-dram-size
+    """Blocks of its DRAM that an instance keeps for instances whose DRAM is full (``--kv-dram-size
     for-others``)."""
     spill_above: float = 0.9
     """Share of its DRAM from which an instance is full."""

@@ -353,7 +353,8 @@ def _unsupported_context(facts: Facts, chosen: str) -> str | None:
     """Why prefill context parallelism does not go with the flag ``chosen``; None when it does.
 
     Its ranks share the tokens of a prompt while it is computed, and gather the KV, so that each has that of
-    all tokens: one of them writes to disk. What keeps another part of it in each rank is refused elsewhere.
+    all tokens: one of them writes to disk. Caches that keep another part of it in each rank are refused
+    elsewhere.
     """
     if chosen == TRANSFER_FLAG:
         return f"{chosen} cannot be combined with --attn-cp-size above 1. Use --tp-size instead"
@@ -363,7 +364,7 @@ def _unsupported_context(facts: Facts, chosen: str) -> str | None:
         (facts.attn_dp_size > 1, "--attn-dp-size above 1", "Use one of them"),
         (facts.dp_size > 1, "--dp-size above 1", _REPLICAS),
         (facts.pp_size > 1, "--pp-size above 1", "Use one of them"),
-        # Ranks on another host do not see the directory of the one that writes.
+        # Ranks on another host do not see the writing rank's directory.
         (facts.nnodes > 1, "--nnodes above 1", "Use one node"),
         # SGLang runs some drafts without context parallelism, as ranks that share heads.
         (name not in {None, "NGRAM"}, f"--speculative-algorithm {name}", "Leave that flag out"),

@@ -295,7 +295,7 @@ def open_in_turn(ranks: Ranks, open_tiers: OpenTiers, *, follows: bool) -> Block
     them, and the others follow. Called in every rank at once.
 
     Raises:
-        ConfigError: they cannot be opened, in this rank or in one that writes.
+        ConfigError: they cannot be opened, in this rank or in the writing one.
     """
     opened = None
     try:

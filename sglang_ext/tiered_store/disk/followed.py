@@ -6,8 +6,8 @@ byte written; whether the block is on disk is the owner's answer, and the ranks 
 (`engine/ranks.py`).
 
 The owner may remove a segment at any time. A get opens the segments that it reads, and keeps them open until
-it ends. What no longer exists by then, or does not verify, is a miss; the owner, which reads the same blocks,
-drops what is damaged.
+it ends. A block that no longer exists by then, or does not verify, is a miss; the owner reads the same
+blocks, and drops damaged ones.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import torch
 
 from sglang_ext.disagg.runs import Ids
 from sglang_ext.engine.forward_fence import Passed
-from sglang_ext.engine.pd.returns.room import BUDGET, held, reserve
+from sglang_ext.engine.pd.returns.reserving import BUDGET, held, reserve
 from sglang_ext.engine.peers.arena_leases import DRAM_POOL
 from sglang_ext.engine.transfer_thread import HBM_POOL
 from sglang_ext.mempool.ledger import Reservation, Use

@@ -18,7 +18,7 @@ from sglang_ext.engine.pd.agent import Agent
 from sglang_ext.engine.pd.messages import RETURN_SECONDS, Return, ReturnEnd
 from sglang_ext.engine.pd.peers import PrefillPeer
 from sglang_ext.engine.pd.returns.reservations import Blocks
-from sglang_ext.engine.pd.returns.room import may_lock
+from sglang_ext.engine.pd.returns.reserving import may_lock
 from sglang_ext.engine.transfer_thread import HBM_POOL
 from sglang_ext.errors import SglangExtError
 from sglang_ext.keys import encode_tokens

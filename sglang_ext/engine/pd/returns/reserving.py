@@ -1,4 +1,4 @@
-"""Which blocks return, and which memory they get: decisions over tree and store, without a device."""
+"""The blocks of a return, and the memory for them: decisions over tree and store, without a device."""
 
 from __future__ import annotations
 
