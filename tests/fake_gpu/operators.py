@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.machinery
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -66,6 +66,19 @@ def silu_and_mul(input: Any, out: Any = None) -> Any:
     return out
 
 
+def transfer_kv_direct(
+    src_layers: Sequence[Any],
+    dst_layers: Sequence[Any],
+    src_indices: Any,
+    dst_indices: Any,
+    page_size: int,
+) -> None:
+    """As ``sgl_kernel.kvcacheio.transfer_kv_direct``, HiCache's copies with ``--hicache-io-backend direct``:
+    rows of planes, in whole pages."""
+    for source, target in zip(src_layers, dst_layers, strict=True):
+        target[dst_indices] = source[src_indices]
+
+
 def _missing(module: str, name: str) -> Callable[..., Any]:
     def kernel(*_args: Any, **_kwargs: Any) -> Any:
         raise NotImplementedError(f"{module}.{name} has no form on the emulated GPU")
@@ -107,6 +120,7 @@ _MODULES: Mapping[str, Mapping[str, Any]] = {
         "fused_add_rmsnorm": fused_add_rmsnorm,
         "silu_and_mul": silu_and_mul,
     },
+    "sgl_kernel.kvcacheio": {"transfer_kv_direct": transfer_kv_direct},
     # Programmatic dependent launch: its instructions are not in Triton's interpreter.
     "sgl_kernel.utils": {"is_arch_support_pdl": lambda: False},
     "sgl_kernel.scalar_type": {"scalar_types": _Anything()},
