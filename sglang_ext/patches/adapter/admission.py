@@ -100,7 +100,7 @@ class Facts:
     enable_hisparse: bool = False
     enable_encoder_swa_bounded_replay: bool = False
     dcp_enabled: bool = False
-    kv_sharded: bool = False
+    enable_kv_cache_sharding: bool = False
     speculative_algorithm: str | None = None
     speculative_draft_window_size: int | None = None
     defers_draft_kv: bool = False
@@ -523,7 +523,7 @@ def _unsupported_flags(facts: Facts) -> str | None:
         (facts.enable_unified_memory, "--enable-unified-memory", "Drop that flag"),
         (facts.enable_hisparse, "--enable-hisparse", "Drop that flag"),
         (facts.dcp_enabled, "--dcp-size above 1", "Use --tp-size instead"),
-        (facts.kv_sharded, "--enable-kv-cache-sharding", "Drop that flag"),
+        (facts.enable_kv_cache_sharding, "--enable-kv-cache-sharding", "Drop that flag"),
         (facts.enable_dsa_cache_layer_split, "--enable-dsa-cache-layer-split", "Drop that flag"),
     )
     for present, flag, way_out in rivals:

@@ -92,6 +92,7 @@ _BY_FAMILY: Mapping[Column, str] = MappingProxyType(
         "hints": "router/test_advisory.py::test_no_hint_changes_an_answer[{}]",
         "speculation": "cache/test_drafts.py::test_from_disk_dram_and_hbm_the_draft_guesses_as_well[{}]",
         "TP": "cache/test_same_answer.py::test_hits_of_every_kind_give_the_cold_answer[{}-tp2]",
+        "CP": "cache/test_same_answer.py::test_hits_of_every_kind_give_the_cold_answer[{}-cp2]",
         "DP": "cache/test_replicas.py::test_a_conversation_stays_with_the_replica_that_has_its_kv[{}]",
     }
 )
@@ -151,7 +152,6 @@ _BELOW_STOCK: dict[Column, Proof] = dict.fromkeys((*TIERS, "fetch", "hints", "DP
 _MOVED = "engine/pd/test_moved_pages.py::test_every_plane_of_a_moved_request_comes"
 _MOVED_ROWS = "engine/pd/test_moved_rows.py::test_all_of_a_moved_request_comes"
 _CONTEXTS = "engine/cache/test_context_ranks.py::test_every_row_is_right_on_ranks_with_the_same_kv"
-_LATENTS: dict[Column, Proof] = {"CP": Proof("oracle", f"{_CONTEXTS}[mla]")}
 _MOVED_BY_NAME = "engine/hybrid/test_oracle_moves.py::test_a_request_goes_on_at_another_scheduler"
 _DSA_RETURN = "engine/pd/test_pd_returns.py::test_every_plane_of_a_block_returns"
 _STATE_DRAFTS = "engine/hybrid/test_oracle_drafts.py::test_every_row_from_dram_and_disk_is_right"
@@ -193,22 +193,20 @@ TABLE: Mapping[str, Family] = MappingProxyType(
             "MHA or GQA with experts",
             "Qwen3-MoE and Coder, Mixtral, GLM-4.5 to 4.7, MiniMax-M2, ERNIE 4.5, Hy3",
             _answers("tiny-moe")
-            | _also("tiny-moe", "fetch", "PD", "return", "migration", "hints", "TP", "DP")
+            | _also("tiny-moe", "CP", "fetch", "PD", "return", "migration", "hints", "TP", "DP")
             | {"PP": _answers("tiny-moe-pp2")["HBM"]},
         ),
         "mla": Family(
             "MLA, dense",
             "DeepSeek-V2 with dense layers, MiniCPM3",
             _answers("tiny-mla")
-            | _also("tiny-mla", "fetch", "PD", "return", "migration", "hints", "speculation", "TP")
-            | _LATENTS,
+            | _also("tiny-mla", "CP", "fetch", "PD", "return", "migration", "hints", "speculation", "TP"),
         ),
         "mla-moe": Family(
             "MLA with experts",
             "DeepSeek V3, R1, V3.1, Kimi K2 (text), LongCat-Flash, GLM-4.7-Flash",
             _answers("tiny-mla-moe")
-            | _also("tiny-mla-moe", "fetch", "PD", "return", "migration", "hints", "TP")
-            | _LATENTS
+            | _also("tiny-mla-moe", "CP", "fetch", "PD", "return", "migration", "hints", "TP")
             | {
                 "DP attention": _replicas("tiny-mla-moe-attention"),
                 "DP in PD": _pairs_of_replicas("tiny-mla-moe-attention"),

@@ -68,7 +68,7 @@ JUDGED = {
         (0, 1), CONFLICT, refused=Facts(enable_unified_memory=True)
     ),
     ("arg_groups/kv_shard_hook.py", "handle_kv_cache_sharding"): Judged(
-        (0, 1, 2), CONFLICT, refused=Facts(kv_sharded=True)
+        (0, 1, 2), CONFLICT, refused=Facts(enable_kv_cache_sharding=True)
     ),
     ("arg_groups/mamba_hook.py", "handle_int8_mamba_checkpoint"): Judged(
         1, "refuses it, and every cache of others as well"

@@ -92,7 +92,7 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"enable_unified_memory": True}, ("--enable-unified-memory",)),
     ({"enable_hisparse": True}, ("--enable-hisparse",)),
     ({"dcp_enabled": True}, ("--dcp-size", "--tp-size")),
-    ({"kv_sharded": True}, ("--enable-kv-cache-sharding", "Drop that flag")),
+    ({"enable_kv_cache_sharding": True}, ("--enable-kv-cache-sharding", "Drop that flag")),
     ({"enable_dsa_cache_layer_split": True}, ("--enable-dsa-cache-layer-split", "Drop that flag")),
     ({"speculative_algorithm": "UNO"}, ("--speculative-algorithm UNO", "Use one of DFLASH", "EAGLE, EAGLE3")),
     (
