@@ -32,7 +32,7 @@ class Tier:
         load_latency_s, load_bytes_per_s: of bringing KV from here to HBM, before a measurement.
         opens: of a tier below memory: ``module:function``, imported only where a rank needs it. Called as
             ``engine.tiers.opening.Opener``.
-        follows: the same for a rank that reads what another rank on this host writes there
+        follows: the same for a rank that reads the blocks which another rank on this host writes there
             (``--attn-cp-size``). Without it, the tier is refused with several such ranks.
     """
 

@@ -128,7 +128,7 @@ class Recomputed:
 
 @dataclass(frozen=True, slots=True)
 class Continued(NamedSession):
-    """A session whose answers are what the next prompt has behind the one before."""
+    """A session whose answers are the tokens that the next prompt has behind the one before."""
 
     def turns(self) -> Iterator[Turn]:
         turns = list(super(Continued, self).turns())

@@ -34,8 +34,8 @@ class Settings:
     decode: int = 0
     """Instances that only decode."""
     pd_caching: int = 1
-    """See ``--kv-pd-caching``: 2: decode keeps KV for later requests, too; 3: it gives prefill what it has
-    computed."""
+    """See ``--kv-pd-caching``: 2: decode keeps KV for later requests, too; 3: it gives prefill the KV that
+    it has computed."""
     chunk: int = 2048
     """Prompt tokens of a forward pass (``--chunked-prefill-size``)."""
     running: int = 256

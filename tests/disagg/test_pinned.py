@@ -108,7 +108,7 @@ async def two(
 ) -> AsyncIterator[tuple[Rank, Rank, Instance]]:
     suite = Staged()
     suite.transport = transport  # type: ignore[misc]
-    # A heart that beats seldom: what happens here is over before.
+    # A heart that beats seldom: the test is over before the next beat.
     values = {"lanes": 1, "heartbeat": 30.0, "dead_after": 120.0, **changes}
     async with TransportConformance.pair(suite, SHAPE, **values) as (owners, readers, links):
         owners[0].pool.fill(3)
@@ -351,7 +351,7 @@ async def test_a_fenced_writer_has_nothing_under_way() -> None:
         await until(lambda: receiver.owned.granted == 0)
 
 
-# -- what peers ask ---------------------------------------------------------------------------------
+# -- asks of peers ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -451,7 +451,7 @@ async def test_memory_is_unpinned_at_the_end() -> None:
 
 
 async def test_pools_in_host_memory_of_such_a_server_are_read_by_one_without_a_gpu() -> None:
-    """And the other way round: what is in host memory on both sides needs no staging."""
+    """And the other way round: ranges in host memory on both sides need no staging."""
     hbm, dram = Pool("hbm", SHAPE, shared=True, kind=MemoryKind.CUDA), Pool("dram", SHAPE, shared=True)
     plain = Pool("dram", SHAPE, shared=True)
     config = EndpointConfig("gpu", NAMESPACE, device=HostDevice(), staging_bytes=SMALL)

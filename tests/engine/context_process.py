@@ -1,8 +1,8 @@
 """A rank of prefill context parallelism in a process of its own, over a cache as a server's scheduler builds
 it: `context_process.py JSON`.
 
-Serves each line of stdin, token ids in JSON, as a request, and reports after it, in a line of JSON, what it
-has loaded, written to disk and read from there since its start. A row that is not right ends it.
+Serves each line of stdin, token ids in JSON, as a request, and prints a line of JSON after it: the tokens
+and blocks that it has loaded, written to disk and read from there since its start. A wrong row ends it.
 """
 
 # ruff: noqa: E402 - SGLang is imported by a prepared process

@@ -6,7 +6,7 @@
 
     GATHER    the ranges are copied to a slot, side by side
     TAKE      a slot for the peer to write to
-    SCATTER   what was written to that slot goes to the ranges, under a grant; the slot is free again
+    SCATTER   the bytes that were written to that slot go to the ranges, under a grant; the slot is free again
     DONE      the slot is free again; without a reply
 
 A connection has a slot at a time. It proves itself as those of `tcp` do. A thread of the owner answers, in
@@ -62,7 +62,7 @@ FAILED: Final = 3
 _WAIT: Final = 0.05
 """Seconds between two looks at whether a wait has ended otherwise."""
 PATIENCE: Final = 10.0
-"""Seconds for which a cancelled write waits for what the owner has begun: milliseconds, unless it is gone."""
+"""Seconds for which a cancelled write waits for the owner's scatter: milliseconds, unless it is gone."""
 
 
 class PinnedArena:
@@ -316,7 +316,7 @@ class Asks:
         return self._ask(lane, TAKE, None, token)[0]
 
     def scatter(self, lane: int, runs: Runs, token: CancelToken, grant: tuple[int, int]) -> None:
-        """Have what was written to the slot put into the remote ranges, under a grant."""
+        """Have the bytes that were written to the slot put into the remote ranges, under a grant."""
         self._ask(lane, SCATTER, runs, token, grant[0] | grant[1] << 16)
 
     def done(self, lane: int) -> None:

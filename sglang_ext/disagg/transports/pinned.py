@@ -213,7 +213,7 @@ class StagedServed(Served):
         self._carrier.revoke_slot(slot)
 
     def fence(self) -> bool:
-        """End the connections for asks, behind what they have begun; then as the carrier does."""
+        """End the connections for asks, behind their copies under way; then as the carrier does."""
         self._asks.fence()
         return self._carrier.fence()
 

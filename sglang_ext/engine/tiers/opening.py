@@ -86,7 +86,7 @@ def open_disk(config: KvConfig, instance: str, shard: str, layout: BlockLayout) 
 
 
 def follow_disk(config: KvConfig, instance: str, shard: str, layout: BlockLayout) -> BlockTier | None:
-    """The same for a rank that reads what another rank, which has the directory open, writes there.
+    """The same for a rank that reads the blocks which another rank, with the directory open, writes there.
 
     Raises:
         ConfigError: the layer cache cannot be made.

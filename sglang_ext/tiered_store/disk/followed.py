@@ -126,7 +126,7 @@ class FollowedDisk(BlockTier):
         return 0
 
     def stats(self) -> TierStats:
-        """Of this reader. The owner counts the bytes on disk, and what was put there."""
+        """Of this reader. The owner counts the bytes on disk, and the blocks that were put there."""
         state = self._state
         with state.lock:
             return TierStats(

@@ -162,7 +162,7 @@ def test_a_disk_that_fails_on_one_rank_is_a_miss_on_all(failing: int, tmp_path: 
 
 
 def test_a_block_is_written_once(tmp_path: Path) -> None:
-    """Memory for everything, so that what is computed and written does not depend on times."""
+    """Memory for everything, so that neither computing nor writing depends on times."""
     put = {}
     for count in (1, 2, 3):
         (disk,) = share(ROOMY, tmp_path / f"{count}", traffic(3, 60), count=count)
@@ -187,7 +187,7 @@ def test_a_restart_finds_everything_on_every_rank(tmp_path: Path) -> None:
 
 
 class Flipped(WrappedTier):
-    """Damages the last byte of what it has read, behind the check of the disk."""
+    """Damages the last byte that it has read, behind the check of the disk."""
 
     def get_layer(self, get: Get, layer: int, memory: BlockMemory, ids: Ids) -> LayerRead:
         read = super().get_layer(get, layer, memory, ids)
@@ -214,7 +214,7 @@ def test_damage_on_disk_is_a_miss_on_every_rank(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_does_not_agree_drifts_apart(tmp_path: Path) -> None:
-    """The twin: a rank that reads takes its own word for what is on disk."""
+    """The twin: a reading rank believes itself that a block is on disk."""
     with pytest.raises(DriftedApart):
         share(MHA, tmp_path, traffic(3, 150), agree=False)
 

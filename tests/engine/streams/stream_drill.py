@@ -259,7 +259,7 @@ class Drill:
 
 
 class Computing:
-    """A source of a write that follows a pass; the mover is told of each layer."""
+    """A source of a write that follows a pass; the drill calls the mover for each layer."""
 
     def decided(self, layer: int) -> bool:
         return False

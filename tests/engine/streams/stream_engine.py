@@ -237,12 +237,12 @@ class StreamScheduler(SimulatedScheduler):
         return [token_at(req, end) for req, end in zip(batch.reqs, batch.seq_lens_cpu.tolist(), strict=True)]
 
     def _inputs(self, work: Sequence[Computed]) -> list[Access]:
-        """What a pass reads before its layers."""
+        """The accesses of a pass before its layers."""
         table = self.pools.requests.req_to_token
         return [self.cuda.access(table[each.req.kv.req_pool_idx]) for each in work]
 
     def _before_layers(self, batch: ScheduleBatch) -> None:
-        """What the runner does with its own inputs."""
+        """The runner copies its own inputs."""
 
     def _layers(self) -> int:
         return self.pools.oracle.layers

@@ -60,7 +60,7 @@ def sites_of(path: Path) -> list[Site]:
 
 
 def called(call: ast.Call) -> str:
-    """The name of what is called."""
+    """The name of the called function."""
     return str(getattr(call.func, "attr", getattr(call.func, "id", "")))
 
 

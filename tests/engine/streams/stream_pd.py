@@ -1,8 +1,8 @@
 """Peers of the stream checker: the transfer thread, adapters that read and write slots, and hand-overs' ends.
 
 The event loop of the transfer thread is turned by hand, between passes, on a timeline of its own. What it
-starts comes after what its caller had seen, and the scheduler comes after what the thread had seen when it
-rings.
+starts comes after all that its caller had seen, and the scheduler comes after all that the thread had seen
+when it rings.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def wire(cuda: FakeCuda) -> Iterator[Wire]:
 
 class ReturningAgent:
     """What a `ReturnSender` uses of decode's agent. read: has an adapter read pages of a message. A peer
-    discards what it has read under a lease that was withdrawn: that is no read at all here.
+    discards bytes that it has read under a lease that was withdrawn: that is no read at all here.
     """
 
     def __init__(self, of: Wire, read: Callable[[Return, Any], None]) -> None:
@@ -153,7 +153,7 @@ ROWS = SimpleNamespace(write=lambda row, metadata: None)
 PAGES = np.arange(30, 30 + 3 * BLOCK)
 """Of the pools of both processes, whose pages are single slots."""
 KV = 10.0
-"""The stamp of what prefill has computed."""
+"""The stamp of KV that prefill has computed."""
 PARTS = {
     "engine/pd/reading.py": reading,
     "engine/pd/granting.py": granting,
@@ -418,7 +418,7 @@ class PdDrill(Drill):
         self.compute(pages, -1.0)
 
     def look(self, rows: list[int], layer: int) -> None:
-        """An adapter compares what it reads."""
+        """An adapter compares the bytes that it reads."""
         for at, plane in enumerate(self.inner[layer]):
             if not torch.equal(plane[rows], stamped(KV, layer, at, len(rows)).expand(-1, HEADS, WIDTH)):
                 raise WrongBytesError(f"layer {layer}")

@@ -71,6 +71,6 @@ def test_copies_that_do_not_follow_passes_are_noticed(
 
     monkeypatch.setattr(CudaMover, "_follow_engine", follow_less)
     with stream_hybrid(loop, kind, pace=FAST) as (rank, cuda):
-        with suppress(WrongKvError):  # a pass has read what was saved too early
+        with suppress(WrongKvError):  # a pass has read a copy that was made too early
             serve(rank)
         assert cuda.trace.races
