@@ -117,27 +117,6 @@ class Pair(ctypes.Structure):
             self.fabric.pairs.pop(ctypes.addressof(self), None)
             self.numbers[2] = RESET
 
-    def wr_start(self) -> None:
-        self.chain: list[tuple[WorkRequest, Entry]] = []
-        self.wr_id = self.wr_flags = 0
-
-    def wr_rdma_read(self, key: int, address: int, operation: int = READ) -> None:
-        self.request = WorkRequest(self.wr_id, 0, 0, 1, operation, self.wr_flags, 0, address, key)
-
-    def wr_rdma_write(self, key: int, address: int) -> None:
-        self.wr_rdma_read(key, address, WRITE)
-
-    def wr_set_sge(self, entry: Any) -> None:
-        kept = Entry(entry.addr, entry.length, entry.lkey)
-        self.request.sg_list = ctypes.addressof(kept)
-        self.chain.append((self.request, kept))
-
-    def wr_complete(self) -> None:
-        with self.fabric.lock:
-            for request, _ in self.chain:
-                self.perform(request)
-            self.fabric.doorbells.append(len(self.chain))
-
     def perform(self, request: WorkRequest) -> None:
         """Copy, and complete where it is signaled or fails."""
         entry = Entry.from_address(request.sg_list)
@@ -226,13 +205,11 @@ def install(patch: pytest.MonkeyPatch) -> Fabric:
             "QPAttr": lambda **given: SimpleNamespace(**given),
         },
         "addr": {name: lambda *_, **__: None for name in ("GID", "AHAttr", "GlobalRoute")},
-        "wr": {"SGE": lambda *_: SimpleNamespace(close=lambda: None)},
         "pyverbs_error": {"PyverbsError": PyverbsError},
         "enums": {
             **{f"IBV_ACCESS_{name}": 1 for name in ("LOCAL_WRITE", "REMOTE_READ", "REMOTE_WRITE")},
             **{f"IBV_QP_{name}": 1 for name in ("EX_WITH_RDMA_READ", "EX_WITH_RDMA_WRITE", "INIT_ATTR_PD")},
             "IBV_QP_INIT_ATTR_SEND_OPS_FLAGS": 2,
-            "IBV_SEND_SIGNALED": SIGNALED,
             "IBV_QPT_RC": 2,
             "IBV_GID_TYPE_ROCE_V2": 2,
             "IBV_WC_REM_ACCESS_ERR": REMOTE_ACCESS,

@@ -23,6 +23,7 @@ from sglang_ext.disagg.errors import (
     TransportUnavailableError,
 )
 from sglang_ext.disagg.memory import MemoryKind, Region, RegionTable
+from sglang_ext.disagg.transports._posting import Poster, queue_pair_address
 from sglang_ext.disagg.transports.cuda_ipc import DeviceMemory
 
 DEPTH: Final = 256
@@ -173,14 +174,12 @@ class QueuePair:
         from pyverbs.cq import CQ
         from pyverbs.pyverbs_error import PyverbsError
         from pyverbs.qp import QPCap, QPEx, QPInitAttrEx
-        from pyverbs.wr import SGE
 
         e = self._e = enums()
         self._device = device
         limits = device.limits
         self.depth = min(DEPTH, limits.max_qp_wr)
         self.reads = max(1, min(limits.max_qp_rd_atom, limits.max_qp_init_rd_atom, 255))
-        self._sge = SGE(0, 0, 0)
         self.sequence = random.SystemRandom().randrange(1 << 24)
         try:
             self._cq = CQ(device.context, self.depth + 8, None, None, 0)
@@ -199,6 +198,11 @@ class QueuePair:
             )
         except PyverbsError as error:
             raise TransportUnavailableError(f"verbs: no queue pair on {device.name}: {error}") from None
+        try:
+            self._poster = Poster(queue_pair_address(self._qp), BATCH)
+        except BaseException:
+            self.close()
+            raise
 
     def info(self) -> QueuePairInfo:
         """For the other side."""
@@ -242,26 +246,8 @@ class QueuePair:
             raise PeerProtocolError(f"verbs: cannot connect to queue pair {peer.number}: {error}") from None
 
     def post(self, requests: npt.NDArray[np.int64], *, write: bool) -> None:
-        """One doorbell: rows of remote key, remote address, local key, local address, bytes; the last is
-        signaled.
-
-        One scatter entry serves all requests: pyverbs leaks some bytes for every such object made.
-        """
-        qp, sge = self._qp, self._sge
-        qp.wr_start()
-        qp.wr_flags = 0
-        last = len(requests) - 1
-        for i, (rkey, remote, lkey, local, n) in enumerate(requests.tolist()):
-            qp.wr_id = i
-            if i == last:
-                qp.wr_flags = self._e.IBV_SEND_SIGNALED
-            if write:
-                qp.wr_rdma_write(rkey, remote)
-            else:
-                qp.wr_rdma_read(rkey, remote)
-            sge.addr, sge.length, sge.lkey = local, n, lkey
-            qp.wr_set_sge(sge)
-        qp.wr_complete()
+        """One doorbell, see `Poster.post`."""
+        self._poster.post(requests, write=write)
 
     def poll(self) -> int | None:
         """The status of the next completion, None when there is none yet."""
@@ -290,7 +276,6 @@ class QueuePair:
         """Destroy the queue pair: nothing moves through it when this has returned."""
         self._qp.close()
         self._cq.close()
-        self._sge.close()
 
     def _error(self, status: int) -> TransferError:
         e = self._e
