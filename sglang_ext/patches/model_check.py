@@ -17,7 +17,14 @@ from typing import Any, NamedTuple
 from sglang_ext.config import KvConfig
 from sglang_ext.errors import ConfigError, UserError
 from sglang_ext.patches import environment
-from sglang_ext.patches.adapter.admission import BACKEND, FLAG, Facts, admission, with_model
+from sglang_ext.patches.adapter.admission import (
+    BACKEND,
+    FLAG,
+    Facts,
+    admission,
+    unexchanged,
+    with_model,
+)
 from sglang_ext.patches.adapter.families import Column, Family, family_of
 from sglang_ext.patches.adapter.support import given_facts, require_admitted
 from sglang_ext.patches.cpu import runtime
@@ -70,7 +77,12 @@ def findings(arguments: Sequence[str]) -> list[Finding]:
         first = Finding("ok", "start", "admitted: the weights would be loaded next")
     family = _family(model, flags)
     kind = Finding("ok", "family", f"{family.name}, such as {family.members}")
-    return [first, kind, *(_features(model, flags, family) if family.cells else ())]
+    own = unexchanged(
+        adapters=bool(record.enable_lora or record.lora_paths),
+        stages=flags.pp_size,
+        contexts=flags.attn_cp_size,
+    )
+    return [first, kind, *(_features(model, flags, family, own) if family.cells else ())]
 
 
 def _advised(reason: str) -> tuple[str, str]:
@@ -137,9 +149,14 @@ def _family(model: Any, flags: Facts) -> Family:
     )
 
 
-def _features(model: Any, flags: Facts, family: Family) -> list[Finding]:
+def _features(model: Any, flags: Facts, family: Family, own: tuple[str, str] | None) -> list[Finding]:
+    """own: see `unexchanged`."""
     found = []
     for subject, asked, columns in _ASKED:
+        if subject == "fetch" and own is not None:
+            text = f"off: KV of {own[0]} is not fetched from other servers"
+            found.append(Finding("warning", subject, text, f"Start without {own[1]} to fetch"))
+            continue
         reason = admission(model, replace(flags, **{"caches": True, **asked}))
         if reason is not None:
             text, advice = _advised(reason)

@@ -349,6 +349,25 @@ def _unsupported_parallelism(facts: Facts, chosen: str) -> str | None:
     return None
 
 
+def unexchanged(*, adapters: bool, stages: int, contexts: int) -> tuple[str, str] | None:
+    """The KV that a server exchanges with no peer, and the flag that has it so; None where it does.
+
+    Names of adapters mean something on one server only. With stages of a pipeline, `Exports` acts on its
+    state of the moment, not on its proposal. Each of the ranks with the same KV reads from one of the peer's.
+
+    Args:
+        stages, contexts: sizes of pipeline and prefill context parallelism.
+    """
+    for present, of, flag in (
+        (adapters, "LoRA adapters", "--enable-lora"),
+        (stages > 1, "stages", "--pp-size"),
+        (contexts > 1, "ranks that share the tokens of a prompt", "--attn-cp-size"),
+    ):
+        if present:
+            return of, flag
+    return None
+
+
 def _unsupported_context(facts: Facts, chosen: str) -> str | None:
     """Why prefill context parallelism does not go with the flag ``chosen``; None when it does.
 

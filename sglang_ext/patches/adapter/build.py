@@ -35,6 +35,7 @@ from sglang_ext.engine.tiers.spilled import Spilled
 from sglang_ext.engine.tiers.write_down import WriteDown
 from sglang_ext.engine.transfer_thread import TransferThread
 from sglang_ext.errors import ConfigError
+from sglang_ext.patches.adapter.admission import unexchanged
 from sglang_ext.patches.adapter.build_agent import attach_agent, naming_of
 from sglang_ext.patches.adapter.build_disk import (
     acked_by,
@@ -143,19 +144,13 @@ def _require(ctx: TreeCacheBuildContext, config: KvConfig) -> None:
         require_retracting(ctx.server_args)
     if not has_components(ctx):  # where a page is a block
         check_block_size(config, ctx.params.page_size)
-    if not config.dram_for_others:
-        return
-    for present, of, flag in (
-        (uses_adapters(), "LoRA adapters", "--enable-lora"),
-        (ctx.params.pp_size > 1, "stages", "--pp-size"),
-        (context_ranks() > 1, "ranks that share the tokens of a prompt", "--attn-cp-size"),
-    ):
-        if present:
-            raise ConfigError(
-                f"KV of {of} is not fetched from other servers, nor kept for them",
-                field="--kv-dram-size for-others",
-                hint=f"Leave it out, or start without {flag}",
-            )
+    own = unexchanged(adapters=uses_adapters(), stages=ctx.params.pp_size, contexts=context_ranks())
+    if config.dram_for_others and own is not None:
+        raise ConfigError(
+            f"KV of {own[0]} is not fetched from other servers, nor kept for them",
+            field="--kv-dram-size for-others",
+            hint=f"Leave it out, or start without {own[1]}",
+        )
 
 
 def _write_down(build: Building) -> WriteDown | None:

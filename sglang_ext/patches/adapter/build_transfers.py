@@ -36,7 +36,7 @@ from sglang_ext.engine.weights import Weights
 from sglang_ext.errors import ConfigError, SglangExtError
 from sglang_ext.geometry import Geometry
 from sglang_ext.mempool.store import Store
-from sglang_ext.patches.adapter.admission import BACKEND, HYBRID_POOLS
+from sglang_ext.patches.adapter.admission import BACKEND, HYBRID_POOLS, unexchanged
 from sglang_ext.patches.adapter.hbm import Drafts, EnginePool
 from sglang_ext.patches.adapter.hybrid.handed_over import handed_over_pools
 from sglang_ext.patches.adapter.hybrid.pools import ComponentPool, ShareStates
@@ -48,13 +48,10 @@ logger = logging.getLogger(__name__)
 
 
 def may_fetch(config: KvConfig, *, adapters: bool, stages: int = 1, contexts: int = 1) -> bool:
-    """Whether a server, in whichever role, exchanges KV with peers: when a router can send it `Fetch`.
-
-    Not with adapters, whose names mean something on one server only, nor with stages of a pipeline: `Exports`
-    acts on its state of the moment, not on its proposal. Nor with ranks that have the same KV: each of ours
-    reads from one of the peer's.
+    """Whether a server, in whichever role, exchanges KV with peers: when a router can send it `Fetch`. Not
+    where that is `unexchanged`.
     """
-    exchanged = not adapters and stages == contexts == 1
+    exchanged = unexchanged(adapters=adapters, stages=stages, contexts=contexts) is None
     return config.router is not None and config.dram_size > 0 and exchanged
 
 

@@ -38,7 +38,13 @@ ANSWERS: list[tuple[str, dict[str, Any], tuple[str, ...], int, dict[str, tuple[s
         {"start": ("ok", "admitted"), "family": ("ok", "GQA with experts"), "disk": ("ok", "proof: server"),
          "hints": ("ok", "served")},
     ),
-    ("mla", RECIPES["tiny-mla"].config, (), 0, {"family": ("ok", "MLA, dense"), "PD": ("ok", "oracle")}),
+    (
+        "mla",
+        RECIPES["tiny-mla"].config,
+        (),
+        0,
+        {"family": ("ok", "MLA, dense"), "PD": ("ok", "migration server")},
+    ),
     ("gemma", RECIPES["tiny-gemma3"].config, (), 0, {"family": ("ok", "keeps all KV")}),
     (
         "window",
@@ -78,6 +84,13 @@ ANSWERS: list[tuple[str, dict[str, Any], tuple[str, ...], int, dict[str, tuple[s
         ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"),
         0,
         {"start": ("ok", "admitted")},
+    ),
+    (
+        "context parallelism",
+        RECIPES["tiny-moe"].config,
+        ("--tp-size", "2", "--attn-cp-size", "2"),
+        0,
+        {"start": ("ok", "admitted"), "disk": ("ok", "served"), "fetch": ("warning", "share the tokens")},
     ),
     (
         "transfer",
