@@ -60,7 +60,7 @@ class RequestRows:
         weights = self._cache.weights
         found = getattr(req, _NAMESPACE, (0, req.extra_key, req.cache_salt))
         is_current = found[0] == weights.generation and not weights.moving
-        return found if is_current and not _is_private(req) else None
+        return found if is_current and not is_private(req) else None
 
     # -- reading --------------------------------------------------------------------------------
 
@@ -161,7 +161,7 @@ def _comes_over(req: Req) -> bool:
     return first
 
 
-def _is_private(req: Req) -> bool:
+def is_private(req: Req) -> bool:
     """Whether the request's KV does not follow from its tokens, so that no other request may have it.
 
     SGLang does not match requests whose embeddings are overridden; inserting them would hand their KV to

@@ -21,6 +21,7 @@ from sglang_ext.engine.tiers.load_report import begin_report
 from sglang_ext.engine.tiers.promotion import Wanted
 from sglang_ext.engine.tiers.promotions import Promotions
 from sglang_ext.keys import encode_tokens
+from sglang_ext.patches.adapter.request_rows import is_private
 from sglang_ext.tiers import Tier
 
 if TYPE_CHECKING:
@@ -112,6 +113,8 @@ class StoragePrefetch:
         wanted = Wanted(self._namespace_now(extra_key, cache_salt), key, request=handle.rid)
         req = self._last_matched  # SGLang has just matched it
         if req is not None and req.cache_request_handle == handle:
+            if is_private(req):
+                return  # no other request's KV is of its embeddings, and streams are not matched again
             priority = (req.priority or 0) * self._priority_sign
             wanted = dataclasses.replace(wanted, priority=priority, report=begin_report(req, Tier.DISK))
         if self._fetching is not None and self._fetching.waits(wanted.namespace, wanted.key):

@@ -100,6 +100,15 @@ def test_the_forward_pass_starts_before_all_layers_are_in() -> None:
         assert rank.scheduler.restarted == 0
 
 
+def test_nothing_streams_to_a_request_with_embeddings_of_its_own() -> None:
+    """Its tokens are on disk, with the KV of the model's embeddings."""
+    with on_disk_only() as rank:
+        assert rank.promotions is not None
+        rank.serve([*PROMPT, 1, 2, 3], new_tokens=3, private=True)
+        assert rank.promotions.counters.streamed == rank.promotions.counters.promoted == 0
+        assert rank.scheduler.disk_tokens == 0
+
+
 def test_without_streaming_it_waits_for_all_of_them() -> None:
     with on_disk_only(dataclasses.replace(ALONE, stream=False), LateLayers) as rank:
         assert rank.promotions is not None
