@@ -194,13 +194,20 @@ TABLE: Mapping[str, Family] = MappingProxyType(
             "Qwen3-MoE and Coder, Mixtral, GLM-4.5 to 4.7, MiniMax-M2, ERNIE 4.5, Hy3",
             _answers("tiny-moe")
             | _also("tiny-moe", "CP", "fetch", "PD", "return", "migration", "hints", "TP", "DP")
-            | {"PP": _answers("tiny-moe-pp2")["HBM"]},
+            | {
+                "PP": _answers("tiny-moe-pp2")["HBM"],
+                "DP in PD": _pairs_of_replicas("tiny-moe"),
+                "PP in PD": _server(
+                    "pd/test_pd_pipeline.py::test_conversations_get_the_answers_of_one_server[tiny-moe-2-to-2]"
+                ),
+            },
         ),
         "mla": Family(
             "MLA, dense",
             "DeepSeek-V2 with dense layers, MiniCPM3",
             _answers("tiny-mla")
-            | _also("tiny-mla", "CP", "fetch", "PD", "return", "migration", "hints", "speculation", "TP"),
+            | _also("tiny-mla", "CP", "fetch", "PD", "return", "migration", "hints", "speculation", "TP")
+            | {"DP in PD": _pairs_of_replicas("tiny-mla")},
         ),
         "mla-moe": Family(
             "MLA with experts",
@@ -221,7 +228,7 @@ TABLE: Mapping[str, Family] = MappingProxyType(
         "window-flag": Family(
             "Sliding windows with `--disable-hybrid-swa-memory`",
             "gpt-oss, Llama 4, others whose layers with windows have the heads of the rest",
-            _BY_READING,
+            _answers("tiny-spark-whole"),
         ),
         "vision": Family(
             "MHA or GQA with pictures or sounds, experts or not",

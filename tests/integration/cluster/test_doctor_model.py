@@ -59,7 +59,7 @@ ANSWERS: list[tuple[str, dict[str, Any], tuple[str, ...], int, dict[str, tuple[s
         RECIPES["tiny-swa"].config,
         ("--disable-hybrid-swa-memory",),
         0,
-        {"family": ("ok", "--disable-hybrid-swa-memory"), "DRAM": ("ok", "proof: reading")},
+        {"family": ("ok", "--disable-hybrid-swa-memory"), "DRAM": ("ok", "proof: server")},
     ),
     (
         "states",
