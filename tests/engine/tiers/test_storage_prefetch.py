@@ -55,7 +55,7 @@ def test_a_request_is_looked_for_whole_with_its_tenant_and_its_priority(sign: in
     promotions = Recorder()
     cache = Cache(promotions, sign)
     mine = handle("a")
-    cache.matched(SimpleNamespace(cache_request_handle=mine, priority=3))  # type: ignore[arg-type]
+    cache.matched(SimpleNamespace(cache_request_handle=mine, priority=3, positional_embed_overrides=None))  # type: ignore[arg-type]
     cache.prefetch_from_storage(
         mine, None, array("q", [3, 4]), matched_prefix_tokens=array("q", [1, 2]), cache_salt="salt"
     )
