@@ -1,8 +1,8 @@
 """pyverbs over an adapter that copies memory of this process, for transports of RDMA on hosts without one.
 
 It has the names and arguments of pyverbs 44 that the product uses, keys that are checked, and ``post_send``
-behind the pointers by which programs in C call it. Nothing is asynchronous, nothing is lost, and it does not
-show what a real adapter refuses: for that there is the guest of tests/rdma.
+behind the pointers by which programs in C call it. Nothing is asynchronous, nothing is lost, and it takes
+requests that a real adapter refuses: for those there is the guest of tests/rdma.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Posting work requests by libibverbs' own call: a doorbell for many, and a call of Python for all of them.
 
 pyverbs takes a call and more for each request. Here the requests of a doorbell are rows of arrays in the
-layout of ``struct ibv_send_wr`` and ``struct ibv_sge`` (`infiniband/verbs.h`), filled by numpy, and
-``ibv_post_send``, which is an inline function there, is what it consists of: a pointer in the device's table
+layout of ``struct ibv_send_wr`` and ``struct ibv_sge`` (`infiniband/verbs.h`), filled by numpy.
+``ibv_post_send`` is an inline function there, so we do as it does: call a pointer in the device's table
 of operations. These layouts are compiled into every program that uses libibverbs, so that they stay.
 
 pyverbs keeps the address of its ``struct ibv_qp`` to itself. It is one of the words of the object; it is
@@ -95,7 +95,7 @@ def queue_pair_address(pair: Any) -> int:
     wanted = (pair.qp_num, int(pair.qp_state), int(pair.qp_type))
     with open("/proc/self/mem", "rb", buffering=0) as memory:
         for word in words:
-            # Read by the kernel, which refuses what is no address.
+            # Read by the kernel, which refuses a word that is no address.
             found = _read(memory.fileno(), word, _QP.size)
             if found and _QP.unpack(found)[7:] == wanted and _read(memory.fileno(), _QP.unpack(found)[0], 8):
                 return int(word)

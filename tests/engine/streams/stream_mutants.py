@@ -1,7 +1,7 @@
 """The places where the product orders streams, found in its source, and sources with one of them changed.
 
 A site is a call of a method that waits for a stream or an event, records or asks an event, keeps memory for
-a stream, or makes the host wait; or of one of the product's own helpers that does; or one that sets a fence.
+a stream, makes the host wait or sets a fence; or of one of the product's own helpers with such a call.
 """
 
 from __future__ import annotations

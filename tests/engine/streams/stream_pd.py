@@ -1,7 +1,7 @@
 """Peers of the stream checker: the transfer thread, adapters that read and write slots, and hand-overs' ends.
 
-The event loop of the transfer thread is turned by hand, between passes, on a timeline of its own. What it
-starts comes after all that its caller had seen, and the scheduler comes after all that the thread had seen
+The event loop of the transfer thread is turned by hand, between passes, on a timeline of its own. Its
+work comes after all that its caller had seen, and the scheduler comes after all that the thread had seen
 when it rings.
 """
 
@@ -111,8 +111,8 @@ def wire(cuda: FakeCuda) -> Iterator[Wire]:
 
 
 class ReturningAgent:
-    """What a `ReturnSender` uses of decode's agent. read: has an adapter read pages of a message. A peer
-    discards bytes that it has read under a lease that was withdrawn: that is no read at all here.
+    """The part of decode's agent that a `ReturnSender` uses. read: has an adapter read pages of a message. A
+    peer discards bytes that it has read under a lease that was withdrawn: that is no read at all here.
     """
 
     def __init__(self, of: Wire, read: Callable[[Return, Any], None]) -> None:
@@ -232,7 +232,7 @@ class PdDrill(Drill):
         return done.clock
 
     def offer(self) -> Offer:
-        """Prefill has computed a request, and decode hears of it."""
+        """Prefill has computed a request, and decode gets its offer."""
         ended = self.their_pass(KV)
         if self._computed:
             join(self.their_host.clock, ended)
