@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
+from huge_values import make_last_huge
 
 from sglang_ext.tiered_store.disk.segment_format import (
     RunHeader,
@@ -68,5 +69,5 @@ def _header(file: BinaryIO, offset: int) -> RunHeader:
 
 
 def spoil_values(layer: bytearray) -> None:
-    """One bit of the last token's last value, the highest of its float32 exponent."""
-    layer[-1] ^= 0x40
+    """Make one value of the last token huge."""
+    make_last_huge(np.frombuffer(layer, np.float32))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from huge_values import make_last_huge
 
 from sglang_ext.cluster.guard import descendants
 
@@ -40,13 +41,9 @@ def flip_bit(arena: Path, offset: int, bit: int) -> None:
 
 
 def make_huge(arena: Path, offset: int) -> int:
-    """Invert the highest bit of the exponent of a float32: of the last one up to ``offset`` that is below 2,
-    since it makes a larger one small. Returns the offset of the byte."""
-    full, offset = snapshot(arena), offset // 4 * 4 + 3
-    while full[offset] & 1 << 6:
-        offset -= 4
-    flip_bit(arena, offset, bit=6)
-    return offset
+    """Make a float32 value huge, the last one up to ``offset`` that can be. The last plane of a block has
+    values, not keys. Returns the offset of the byte of which bit 6 was inverted."""
+    return 4 * make_last_huge(np.memmap(arena, np.float32, "r+", shape=(offset // 4 + 1,))) + 3
 
 
 def last_change(arena: Path, before: npt.NDArray[np.uint8]) -> int:

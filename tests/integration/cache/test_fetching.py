@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from disk_damage import damage_last_layer, runs, spoil_values
-from dram_damage import arena_files, flip_bit, last_change, snapshot
+from dram_damage import arena_files, last_change, make_huge, snapshot
 from hooked_server import FOLDER
 from places import KINDS, Place, place_of
 from token_requests import advise, cold, generate, random_prompt, settled
@@ -315,12 +315,10 @@ async def test_one_damaged_byte_at_the_holder_is_another_answer(pair, port, clie
         async def said_and_damaged(prompt: list[int]) -> None:
             before = await still(arena)
             await said_at(client, router, owner, prompt)
-            # The last plane of a block holds float32 values; bit 6 of the last byte is the exponent's
-            # highest.
             last = await asyncio.to_thread(
                 wait_until, lambda: last_change(arena, before), seconds=30, what="DRAM"
             )
-            flip_bit(arena, last // 4 * 4 + 3, bit=6)
+            make_huge(arena, last)
 
         prompt, answer, _ = await fetched(client, router, owner, rng, said_and_damaged)
         assert answer.dram_tokens == TOKENS
@@ -462,11 +460,7 @@ async def test_one_damaged_byte_of_a_layer_is_another_answer(pair, port, client,
                 seconds=30,
                 what="DRAM",
             )
-            # The last value up to there whose exponent's highest bit is not set yet.
-            end = last // 4 * 4 + 4
-            values = snapshot(arenas[helper.url])[end - 256 : end].view(np.float32)
-            small = int(np.flatnonzero(np.abs(values) < 1)[-1])
-            flip_bit(arenas[helper.url], end - 256 + 4 * small + 3, bit=6)
+            make_huge(arenas[helper.url], last)
         answer, headers = await request
         assert headers["x-kv-instance"] != helper.url
         assert answer.cached_tokens > 0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from dram_damage import arena_files, flip_bit, last_change, snapshot
+from dram_damage import arena_files, flip_bit, last_change, make_huge, snapshot
 from pictures import MODEL, PICTURE_TOKENS, TOKEN_BYTES, picture, plain_picture, prompt, with_picture, words
 
 from sglang_ext.router import Router, RouterConfig
@@ -150,9 +150,7 @@ def test_a_picture_comes_from_dram_and_one_damaged_bit_of_it_is_seen(
     assert sound.dram_tokens == blocks * BLOCK
     assert_same(before, sound)
     fill(server)
-    # The highest bit of the exponent of a value, as in `test_same_answer`.
-    offset = written // 4 * 4 + 3
-    flip_bit(arena, offset, bit=6)
+    offset = make_huge(arena, written)
     damaged = answer()
     flip_bit(arena, offset, bit=6)
     assert damaged.dram_tokens == sound.dram_tokens

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from dram_damage import arena_files, flip_bit, last_change, snapshot
+from dram_damage import arena_files, flip_bit, last_change, make_huge, snapshot
 from hooked_server import FOLDER
 
 from sglang_ext.testing.waiting import wait_until
@@ -112,8 +112,7 @@ def test_a_flipped_bit_gives_another_answer(server: ServerProcess, asked: Path) 
     last = wait_until(lambda: last_change(arena, empty), seconds=20, what="write-through")
     for _ in range(3):  # more than HBM holds, less than DRAM
         server.generate([rng.randrange(100, 30_000) for _ in range(900)], max_new_tokens=1)
-    # The last plane of a block holds float32 values; bit 6 of the last byte is the highest of the exponent.
-    flip_bit(arena, last // 4 * 4 + 3, bit=6)
+    make_huge(arena, last)
     ended = prefetch(asked, "damaged", prompt)
     damaged = server.generate(prompt, max_new_tokens=8)
     assert ended[:2] == ["done", TOKENS]
@@ -139,11 +138,11 @@ def test_layer_0_of_what_does_not_fit_is_taken_from_hbm(
     last = wait_until(lambda: last_change(arena, empty), seconds=20, what="write-through")
     for prompt in others:
         server.generate(prompt, max_new_tokens=1)
-    # Values are float32; bit 6 of the last byte of the last value of layer 0 is the highest of its exponent.
+    # The last value of layer 0.
     block_bytes = BLOCK * TOKEN_BYTES
     place = last // block_bytes * block_bytes + block_bytes // LAYERS - 1
     if damaged:
-        flip_bit(arena, place, bit=6)
+        place = make_huge(arena, place)
     filled, used = (metric(server, REGION, what) for what in ('"filled"', '"used"'))
     for number, prompt in enumerate(others):
         prefetch(asked, f"other {number} {damaged}", prompt)

@@ -205,7 +205,6 @@ def test_one_damaged_bit_in_dram_is_seen(server: ServerProcess) -> None:
     before = server.generate(prompt, max_new_tokens=ANSWER_TOKENS)
     written = wait_until(lambda: settled_change(arena, empty), seconds=20, what="write-through")
     fill(server, HBM_TOKENS + 800, seed=12)
-    # The last plane of a block holds values, not keys.
     offset = make_huge(arena, written - 1)
     damaged = server.generate(prompt, max_new_tokens=ANSWER_TOKENS)
     flip_bit(arena, offset, bit=6)

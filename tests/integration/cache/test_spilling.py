@@ -18,7 +18,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from dram_damage import arena_files, flip_bit, last_change, snapshot
+from dram_damage import arena_files, last_change, make_huge, snapshot
 from hooked_server import FOLDER
 from token_requests import cold, generate, random_prompt
 
@@ -223,11 +223,10 @@ async def test_one_damaged_byte_of_what_is_kept_is_another_answer(pair, port, cl
         prompt = await rig.conversation(rig.small, "first")
         await rig.fill()
         await until(lambda: rig.kept(prompt), 30, "the evicted KV to be kept")
-        # The last plane of a block holds float32 values; bit 6 of the last byte is the exponent's highest.
         last = await asyncio.to_thread(
             wait_until, lambda: last_change(arena, before), seconds=30, what="DRAM"
         )
-        flip_bit(arena, last // 4 * 4 + 3, bit=6)
+        make_huge(arena, last)
         answer, _ = await rig.turn(rig.idle, [*prompt, 7, 8, 9], "first")
         assert answer.dram_tokens == TOKENS
         with pytest.raises(AssertionError):

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from dram_damage import arena_files, flip_bit, last_change, snapshot
+from dram_damage import arena_files, last_change, make_huge, snapshot
 from hooked_server import FOLDER
 from pd_fleet import ask_both, assert_alike, count, logprobs_of, nothing_is_left, prompt_of
 
@@ -178,8 +178,7 @@ def from_below(
     disks.pushed_out(3 if tier == "dram" else 5, 6)
     with ExitStack() as faults:
         if damaged and tier == "dram":
-            # The last plane of a block holds float32 values; bit 6 of the last byte: the exponent's highest.
-            flip_bit(arena, last // 4 * 4 + 3, bit=6)
+            make_huge(arena, last)
         elif damaged:
             for name in ("damage", "blind"):
                 faults.enter_context(fault(disks.faults["prefill"], name))

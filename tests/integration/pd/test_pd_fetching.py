@@ -16,7 +16,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from dram_damage import arena_files, flip_bit, last_change, snapshot
+from dram_damage import arena_files, last_change, make_huge, snapshot
 from hooked_server import FOLDER
 from pd_fleet import COMMON, assert_alike, kill, logprobs_of, nothing_is_left
 from token_requests import generate, random_prompt
@@ -223,8 +223,7 @@ async def test_one_damaged_byte_at_a_holder_is_another_answer(
                 slow_to_read(router, server.url, SLIGHTLY)
         else:
             slow_to_read(router, first.prefill, 3.0)
-        # The last plane of a block holds float32 values; bit 6 of the last byte is the exponent's highest.
-        flip_bit(arena, last // 4 * 4 + 3, bit=6)
+        make_huge(arena, last)
         second = await turn(client, router, first.said + random_prompt(rng, 40))
         told = await explained(client, router, second.id)
         assert read(told)[0][0] == holder
@@ -262,7 +261,7 @@ async def test_log_probabilities_of_a_prompt_whose_prefix_is_fetched(
                 what="DRAM",
             )
             if damaged:
-                flip_bit(arena, last // 4 * 4 + 3, bit=6)
+                make_huge(arena, last)
             # The damaged bit is decode's, so that all of the prefix has to come from there.
             slow_to_read(router, first.prefill, 3.0)
             async with client.post(f"{router.url}/generate", json=body) as response:

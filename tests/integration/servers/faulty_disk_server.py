@@ -18,7 +18,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from hooked_server import serve
+from huge_values import make_last_huge
 
 SECONDS_PER_LAYER = 0.15
 
@@ -39,7 +41,7 @@ def make_faulty(folder: Path) -> None:
         if layer == self.layout.n_layers - 1 and (folder / "damage").exists():
             good = len(ids) // 2
             for rows in memory.rows(layer, ids)[good:]:
-                rows[-1] ^= 0x40
+                make_last_huge(rows.view(np.float32))
             get.blocks = min(get.blocks, good)
             return LayerRead(get.blocks, Outcome.DAMAGED)
         return read

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from hooked_server import change_spawned, is_held, serve
+from huge_values import make_last_huge
 
 STEPS = (
     *("joining", "waiting", "ready", "reading", "held", "granted", "layers", "writing", "computed"),
@@ -178,9 +179,7 @@ def make_faulty(folder: Path) -> None:
         allocator = scheduler.token_to_kv_pool_allocator
         pool = allocator.get_kvcache()
         values = (pool.v_buffer if hasattr(pool, "v_buffer") else pool.kv_buffer)[-1]  # latents have one
-        # The highest bit of an exponent: whatever the value is, it becomes another order of magnitude.
-        first = values[page * allocator.page_size].view(-1)[:1].numpy().view("uint32")
-        first ^= 1 << 30
+        make_last_huge(values[page * allocator.page_size].view(-1).numpy())
 
     def zero(pool: str, block: int, *, of_draft: bool = False) -> None:
         from sglang_ext.patches.process import PROCESS

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from hooked_server import serve
+from huge_values import make_last_huge
 
 
 def disturb(folder: Path) -> None:
     """Look for files in this process's scheduler."""
-    import torch
-
     from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
     from sglang_ext.patches.adapter.retracting import Retracting
 
@@ -44,8 +43,7 @@ def disturb(folder: Path) -> None:
             last = had // cache.block_size * cache.block_size - 1
             slot = int(cache.req_to_token_pool.req_to_token[req.kv.req_pool_idx, last])
             values = cache.token_to_kv_pool_allocator.get_kvcache().v_buffer[-1][slot]
-            # The highest bit of the exponent of a float32.
-            values.view(-1)[-1:].view(torch.uint8)[3] ^= 0x40
+            make_last_huge(values.view(-1).numpy())
         let_go(self, req)
 
     GlobalRadixCache.check_hicache_events = check_hicache_events  # type: ignore[method-assign]
