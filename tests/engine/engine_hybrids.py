@@ -344,7 +344,8 @@ class HybridRank:
             tokens=scenario.hbm_tokens,
             window_tokens=scenario.window_tokens,
             rows=scenario.rows,
-            context=CONTEXT * scenario.stretch + 64,
+            # As `get_req_to_token_extra_context_len` of SGLang: a draft's slots are rounded up to a page.
+            context=CONTEXT * scenario.stretch + 64 + scenario.kind.page - 1,
             overlap=scenario.settings.overlap,
             tree_core=scenario.tree_core,
         )

@@ -7,12 +7,13 @@ from engine_crossings import FAMILIES, draw
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("sglang_config")]
 
-FAILED_ONCE: tuple[int, ...] = ()
-"""Seeds of servers that were served wrong."""
+FAILED_ONCE = (700296, 700330)
+"""Seeds that failed: both because a request's row in the test had no room for the last page of a draft."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", FAILED_ONCE)
-def test_a_server_that_was_once_wrong_is_right(seed: int) -> None:
+def test_a_server_that_failed_once_is_right(seed: int) -> None:
     draw(seed).run()
 
 
