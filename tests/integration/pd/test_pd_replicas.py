@@ -40,12 +40,15 @@ class Kind:
 
 
 ATTENTION = ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention")
+GATHERED = "--no-enable-tp-lm-head-all-to-all"
+"""Where the output layer is not the embeddings, SGLang's decode servers with DP attention exchange logits by
+an operator that has a CUDA form only."""
 KINDS = {
     "tiny": Kind("tiny"),
     "tiny-moe": Kind("tiny-moe"),
     "tiny-mla": Kind("tiny-mla"),
     "tiny-gemma3": Kind("tiny-gemma3"),
-    "tiny-moe-attention": Kind("tiny-moe", ATTENTION),
+    "tiny-moe-attention": Kind("tiny-moe", (*ATTENTION, GATHERED)),
     "tiny-mla-moe-attention": Kind("tiny-mla-moe", ATTENTION),
 }
 
