@@ -8,16 +8,13 @@ from typing import TYPE_CHECKING, Final
 
 from sglang_ext.addresses import of_replica
 from sglang_ext.config import KvConfig, check_block_size
-from sglang_ext.disagg.transports.select import reasons
-from sglang_ext.engine import gpu_link
 from sglang_ext.engine.cache.metrics import CacheMetrics
 from sglang_ext.engine.cache.rank_cache import CacheParts
 from sglang_ext.engine.events.agent import AgentFacts
 from sglang_ext.engine.events.events import PlacementFeed
 from sglang_ext.engine.events.router_commands import RouterCommands
 from sglang_ext.engine.movers.copies import Copies
-from sglang_ext.engine.movers.cuda_mover import CudaMover
-from sglang_ext.engine.movers.mover import LayerGate, Mover, ThreadMover
+from sglang_ext.engine.movers.mover import LayerGate
 from sglang_ext.engine.peers.computed_spans import ComputedSpans
 from sglang_ext.engine.peers.peer_kv import PeerKv
 from sglang_ext.engine.prefetch.advice import Advice, fetch_nothing
@@ -53,9 +50,8 @@ from sglang_ext.patches.adapter.build_transfers import (
     make_peers,
     rank_on_server,
 )
-from sglang_ext.patches.adapter.building import Builders, Building, uses_adapters
+from sglang_ext.patches.adapter.building import Builders, Building, mover_for, report_link, uses_adapters
 from sglang_ext.patches.adapter.compute_ahead import ComputeAhead
-from sglang_ext.patches.adapter.hbm import EnginePool
 from sglang_ext.patches.adapter.hybrid.pools import has_components
 from sglang_ext.patches.adapter.pd.pd_setup import settings_of
 from sglang_ext.patches.adapter.radix_cache import GlobalRadixCache
@@ -67,8 +63,6 @@ from sglang_ext.patches.adapter.support import (
     why_not_retracting,
 )
 from sglang_ext.radix_global.observer import UNOBSERVED
-from sglang_ext.tiered_store.copy import PoolCopier, warmup
-from sglang_ext.tiered_store.dram.arena import DramArena
 from sglang_ext.tiers import all_tiers
 
 if TYPE_CHECKING:
@@ -161,7 +155,8 @@ def _write_down(build: Building) -> WriteDown | None:
     below = build.below
     feed = build.find(PlacementFeed)
     observer = UNOBSERVED if feed is None else feed.log
-    mover = _mover_for(ctx, build.pool, build.arena)
+    mover = mover_for(ctx, build.pool.geometry, build.pool.planes, build.arena)
+    report_link(build.pool.device, pinned=build.arena.pinned)
     dram = DramTier(
         build.store.ledger,
         build.hbm,
@@ -372,19 +367,4 @@ def _attach_agent(build: Building, cache: GlobalRadixCache, commands: RouterComm
         handover=handover_settings(config, ctx.server_args, ctx.params.page_size),
         endpoints=build.endpoints,
         splits=build.find(ComputedSpans) is not None,
-    )
-
-
-def _mover_for(ctx: TreeCacheBuildContext, pool: EnginePool, arena: DramArena) -> Mover:
-    device = pool.device
-    if device.type == "cpu":
-        warmup()
-        return ThreadMover(PoolCopier(pool.geometry, arena), pool.geometry.n_layers)
-    if device.type == "cuda":
-        gpu_link.report(reasons, pinned=arena.pinned)
-        return CudaMover(pool.planes, arena, ctx.tp_worker.model_runner.forward_stream)
-    raise ConfigError(
-        f"the DRAM tier does not support KV pools on {device.type}",
-        field="--kv-dram-size",
-        hint="Set it to 0",
     )

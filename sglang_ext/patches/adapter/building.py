@@ -13,10 +13,14 @@ import torch
 from sglang_ext.config import KvConfig
 from sglang_ext.disagg.numa import place_arena
 from sglang_ext.disagg.transfer.pools import PoolSpec
+from sglang_ext.disagg.transports.select import reasons
+from sglang_ext.engine import gpu_link
 from sglang_ext.engine.cache.loading import Loading
 from sglang_ext.engine.commands import RankCommandQueue
 from sglang_ext.engine.events.events import PlacementFeed
 from sglang_ext.engine.events.router_commands import Replies, RouterCommands
+from sglang_ext.engine.movers.cuda_mover import CudaMover
+from sglang_ext.engine.movers.mover import Mover, ThreadMover
 from sglang_ext.engine.movers.slots import slot_ops
 from sglang_ext.engine.moves.moves import Moves
 from sglang_ext.engine.peers.arena_leases import arena_pool
@@ -56,7 +60,8 @@ from sglang_ext.patches.adapter.hicache import hicache_store
 from sglang_ext.patches.adapter.own_requests import SglangHost
 from sglang_ext.patches.process import PROCESS
 from sglang_ext.radix_global import Holder, RadixTree, policy_by_name
-from sglang_ext.tiered_store.dram.arena import DramArena, blocks_in, bytes_for
+from sglang_ext.tiered_store.copy import PoolAddresses, PoolCopier, warmup
+from sglang_ext.tiered_store.dram.arena import Arena, DramArena, blocks_in, bytes_for
 from sglang_ext.tiered_store.tier import BlockTier
 from sglang_ext.tiers import Tier
 
@@ -372,6 +377,40 @@ def _begin_over(group: Any) -> Begin:
         return result
 
     return begin
+
+
+def mover_for(
+    ctx: TreeCacheBuildContext,
+    rows: PoolAddresses,
+    planes: list[list[torch.Tensor]],
+    arena: Arena,
+    *,
+    name: str = "kv-mover",
+) -> Mover:
+    """The mover between a pool and its memory in DRAM, by the device of the pool.
+
+    Args:
+        rows: the pool's planes by address. planes: the same as tensors, by local layer.
+        name: of its thread, if it has one.
+
+    Raises:
+        ConfigError: there is no mover for this device.
+    """
+    device = planes[0][0].device.type
+    if device == "cpu":
+        warmup()
+        return ThreadMover(PoolCopier(rows, arena), rows.layout.n_layers, name=name)
+    if device == "cuda":
+        return CudaMover(planes, arena, ctx.tp_worker.model_runner.forward_stream)
+    raise ConfigError(
+        f"the DRAM tier does not support KV pools on {device}", field="--kv-dram-size", hint="Set it to 0"
+    )
+
+
+def report_link(device: torch.device, *, pinned: bool) -> None:
+    """Log the rates of the link to a GPU, where the pool is in its memory. pinned: whether DRAM is."""
+    if device.type == "cuda":
+        gpu_link.report(reasons, pinned=pinned)
 
 
 def least_over(group: Any) -> Least | None:

@@ -5,6 +5,8 @@ Streams and events need a GPU: `tests/gpu`.
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 import torch
@@ -17,7 +19,9 @@ from sglang_ext.engine.movers.layer_copies import (
     word_of,
     word_rows,
 )
-from sglang_ext.geometry import BlockLayout
+from sglang_ext.errors import ConfigError
+from sglang_ext.geometry import BlockLayout, Geometry
+from sglang_ext.patches.adapter.building import mover_for
 from sglang_ext.patches.adapter.hbm import pool_geometry
 from sglang_ext.tiered_store.copy import PoolCopier
 from sglang_ext.tiered_store.dram.arena import DramArena
@@ -32,20 +36,24 @@ def pool(layers: int, planes_per_layer: int, seed: int) -> list[list[torch.Tenso
     return [[torch.randn(shape) for _ in range(planes_per_layer)] for _ in range(layers)]
 
 
-@pytest.mark.parametrize("word", [torch.int64, torch.int16, torch.uint8])
-@pytest.mark.parametrize("planes_per_layer", [2, 1], ids=["mha", "mla"])
-def test_gather_and_scatter_agree_with_the_host_copier(planes_per_layer: int, word: torch.dtype) -> None:
-    planes = pool(3, planes_per_layer, seed=1)
-    geometry = pool_geometry(
+def geometry_of(planes: list[list[torch.Tensor]]) -> Geometry:
+    return pool_geometry(
         planes,
         block_tokens=BLOCK_TOKENS,
         page_tokens=1,
         first_layer=0,
-        model_layers=3,
+        model_layers=len(planes),
         tp_rank=0,
         tp_size=1,
         model_kv_heads=2,
     )
+
+
+@pytest.mark.parametrize("word", [torch.int64, torch.int16, torch.uint8])
+@pytest.mark.parametrize("planes_per_layer", [2, 1], ids=["mha", "mla"])
+def test_gather_and_scatter_agree_with_the_host_copier(planes_per_layer: int, word: torch.dtype) -> None:
+    planes = pool(3, planes_per_layer, seed=1)
+    geometry = geometry_of(planes)
     layout = geometry.layout
     slots = torch.from_numpy(np.random.default_rng(2).permutation(SLOTS)[: 5 * BLOCK_TOKENS])
     with DramArena(layout, 64 * layout.block_bytes, shared=False, pin=False) as arena:
@@ -76,16 +84,7 @@ def test_gather_and_scatter_agree_with_the_host_copier(planes_per_layer: int, wo
 def test_a_layer_in_other_planes_and_back_agrees_with_the_host_copier(planes_per_layer: int) -> None:
     """The copies that fill the region of layers, and those that take from it at admission."""
     planes = pool(3, planes_per_layer, seed=4)
-    geometry = pool_geometry(
-        planes,
-        block_tokens=BLOCK_TOKENS,
-        page_tokens=1,
-        first_layer=0,
-        model_layers=3,
-        tp_rank=0,
-        tp_size=1,
-        model_kv_heads=2,
-    )
+    geometry = geometry_of(planes)
     layout = geometry.layout
     order = torch.from_numpy(np.random.default_rng(5).permutation(SLOTS))
     home, strip, target = (order[i * 20 : (i + 1) * 20] for i in range(3))
@@ -135,3 +134,10 @@ def test_the_widest_word_divides_all_rows_and_blocks(
     row_bytes: tuple[int, ...], block_bytes: int, word: torch.dtype
 ) -> None:
     assert word_of(BlockLayout(layers=(row_bytes,), block_tokens=4), block_bytes) == word
+
+
+def test_pools_on_devices_without_a_mover_are_refused_by_the_name_of_the_flag() -> None:
+    planes = [[torch.empty((SLOTS, 2, 8), device="meta")]]
+    with pytest.raises(ConfigError, match="does not support KV pools on meta") as refusal:
+        mover_for(*(Mock() for _ in range(2)), planes, Mock())
+    assert refusal.value.field == "--kv-dram-size"

@@ -20,8 +20,6 @@ from sglang_ext.engine.hybrid.sizing import shares
 from sglang_ext.engine.hybrid.store import HybridStore, StoredComponent
 from sglang_ext.engine.model_identity import config_digest, kv_dtype
 from sglang_ext.engine.movers.copies import Copies
-from sglang_ext.engine.movers.cuda_mover import CudaMover
-from sglang_ext.engine.movers.mover import Mover, ThreadMover
 from sglang_ext.engine.ranks import Ranks
 from sglang_ext.engine.tiers.opening import open_below
 from sglang_ext.engine.weights import Weights
@@ -36,7 +34,7 @@ from sglang_ext.patches.adapter.build_transfers import (
     specs_of,
     states_shared,
 )
-from sglang_ext.patches.adapter.building import least_over, uses_adapters
+from sglang_ext.patches.adapter.building import least_over, mover_for, report_link, uses_adapters
 from sglang_ext.patches.adapter.hbm import Drafts
 from sglang_ext.patches.adapter.hybrid.build_cluster import join_cluster
 from sglang_ext.patches.adapter.hybrid.build_exchange import Exchange, exchange_of
@@ -45,8 +43,6 @@ from sglang_ext.patches.adapter.hybrid.handed_over import handed_over_pools
 from sglang_ext.patches.adapter.hybrid.linker import StoreLinker, names_of_prompt
 from sglang_ext.patches.adapter.hybrid.pools import ComponentPool, component_pools
 from sglang_ext.patches.process import PROCESS
-from sglang_ext.tiered_store.copy import PoolCopier, warmup
-from sglang_ext.tiered_store.dram.arena import Arena
 from sglang_ext.tiered_store.loading.loader import Loader
 from sglang_ext.tiered_store.loading.write_behind import LagPolicy, WriteBehind
 
@@ -142,6 +138,7 @@ class _Building:
             name=f"dram {config.instance_id} tp{ctx.tp_rank}",
             place=partial(place_arena, config.numa, accelerator_place(ctx.server_args.device).numa),
         )
+        report_link(self.pools[0].device, pinned=dram.slabs.arenas[0].pinned)
         self.parts = [self._part(pool, dram.memories[pool.component]) for pool in self.pools]
         self.store = HybridStore(dram, self.parts, page, self.ranks, least_tokens=config.load_min_tokens)
 
@@ -171,16 +168,10 @@ class _Building:
         return specs_of(handed_over_pools(self.ctx.params, self.window_tokens, self.drafts, states))
 
     def _part(self, pool: ComponentPool, memory: ComponentMemory) -> StoredComponent:
-        copies = Copies(self._mover(pool, memory.arena), Ranks())
+        name = f"kv-mover-{pool.component}"
+        mover = mover_for(self.ctx, pool, pool.planes_by_layer, memory.arena, name=name)
+        copies = Copies(mover, Ranks())
         return StoredComponent(pool.component, memory, copies, self._disk(pool, memory))
-
-    def _mover(self, pool: ComponentPool, arena: Arena) -> Mover:
-        if pool.device.type == "cpu":
-            warmup()
-            return ThreadMover(
-                PoolCopier(pool, arena), pool.layout.n_layers, name=f"kv-mover-{pool.component}"
-            )
-        return CudaMover(pool.planes_by_layer, arena, self.ctx.tp_worker.model_runner.forward_stream)
 
     def _disk(self, pool: ComponentPool, memory: ComponentMemory) -> ComponentDisk | None:
         config = self.config
