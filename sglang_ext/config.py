@@ -335,8 +335,9 @@ class KvConfig(Flagged):
     ports: str | None = flag(
         None,
         "The ports on which other members reach this server beside --port and "
-        "--disaggregation-bootstrap-port: one for the agent and two per rank, the first that are free of "
-        "FIRST-LAST. Servers on one machine may share a range. Not given: any.",
+        "--disaggregation-bootstrap-port: one for the agent and two per rank (three with prefill and decode "
+        "apart on a GPU), the first that are free of FIRST-LAST. Servers on one machine may share a range. "
+        "Not given: any.",
         Parser(parse_ports, "FIRST-LAST"),
         common=True,
     )
