@@ -700,14 +700,24 @@ async def test_an_expired_grant_frees_nothing_while_its_writer_may_write(transpo
             await link.ask(Written(link.session, "r", 1), 5)
 
 
+@asynccontextmanager
+async def granted_writer(
+    me: Rank, transport: TransportName, **options: object
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A process that has blocks 4 and 5 of ``me`` granted."""
+    me.receiver.aside = {4, 5}
+    # It takes the lease of this request first.
+    me.owned.seal(np.array([9]))
+    me.endpoint.publish("hbm", "r0", np.array([9]))
+    about = {"name": "writer", "connect": me.endpoint.address, "transports": [transport], "reserve": [4, 5]}
+    async with process(**about, **options) as (child, _):
+        assert me.owned.granted == 2
+        yield child
+
+
 async def test_a_writer_that_dies_is_fenced() -> None:
     async with reader(TransportName.SHM, grant_ttl=600.0) as me:
-        me.receiver.aside = {4, 5}
-        me.owned.seal(np.array([9]))
-        me.endpoint.publish("hbm", "r0", np.array([9]))
-        options = {"name": "writer", "connect": me.endpoint.address, "transports": ["shm"], "reserve": [4, 5]}
-        async with process(**options) as (child, _):
-            assert me.owned.granted == 2
+        async with granted_writer(me, TransportName.SHM) as child:
             child.send_signal(signal.SIGKILL)
             await until(lambda: me.owned.granted == 0, 60)
         assert me.receiver.aside == {4, 5}
@@ -716,26 +726,22 @@ async def test_a_writer_that_dies_is_fenced() -> None:
 
 async def test_a_writer_that_is_stopped_is_fenced_and_writes_nothing_when_it_goes_on() -> None:
     """Over cma, and in the middle of writing."""
-    async with reader(TransportName.CMA, grant_ttl=600.0) as me:
-        me.receiver.aside = {4, 5}
-        me.owned.seal(np.array([9]))
-        me.endpoint.publish("hbm", "r0", np.array([9]))
-        size = int(me.pool.bytes.size)
-        options = {"name": "writer", "connect": me.endpoint.address, "transports": ["cma"], "reserve": [4, 5]}
-        async with process(**options, write=size) as (child, _):
-            assert me.owned.granted == 2
-            await until(lambda: bool(me.pool.bytes.any()), 60)
-            child.send_signal(signal.SIGSTOP)
-            await until(lambda: me.owned.granted == 0, 60)
-            assert me.receiver.aside == {4, 5}
-            me.pool.bytes[:] = 7
-            child.send_signal(signal.SIGCONT)
-            assert child.stdout is not None
-            async with asyncio.timeout(20):
-                ended = json.loads(await child.stdout.readline())["ended"]
-            assert "Bad address" in ended
-            assert (me.pool.bytes == 7).all()
-            assert me.endpoint.owner.grants == 0
+    async with (
+        reader(TransportName.CMA, grant_ttl=600.0) as me,
+        granted_writer(me, TransportName.CMA, write=int(me.pool.bytes.size)) as child,
+    ):
+        await until(lambda: bool(me.pool.bytes.any()), 60)
+        child.send_signal(signal.SIGSTOP)
+        await until(lambda: me.owned.granted == 0, 60)
+        assert me.receiver.aside == {4, 5}
+        me.pool.bytes[:] = 7
+        child.send_signal(signal.SIGCONT)
+        assert child.stdout is not None
+        async with asyncio.timeout(20):
+            ended = json.loads(await child.stdout.readline())["ended"]
+        assert "Bad address" in ended
+        assert (me.pool.bytes == 7).all()
+        assert me.endpoint.owner.grants == 0
 
 
 async def test_a_writer_that_runs_is_asked_to_stop() -> None:

@@ -221,7 +221,7 @@ def open_first(
         try:
             channel = transport.open(info, session, offers[name], answers[name])
             if read(channel) != header(info.epoch):
-                raise PeerGoneError("what is read there is not the peer's memory")
+                raise PeerGoneError("the memory that was read is not the peer's")
             return channel
         except TransferError as error:
             reasons[name] = str(error)

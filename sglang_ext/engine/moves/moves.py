@@ -188,7 +188,8 @@ class Moves:
         for move in self._open:
             if move.state.over or (move.reservation is not None and not move.reservation.open):
                 raise AssertionError(f"a move that is {move.state.value} has no memory and is still open")
-        if any(move not in self._open or move.streams_to != to for to, move in self._streams.items()):
+        streams = [(move.streams_to, move) for move in self._open if move.streams_to is not None]
+        if dict(streams) != self._streams or len(streams) != len(self._streams):
             raise AssertionError("requests to which moves may stream and open moves do not agree")
 
     def _over(self, move: Move, blocks: int) -> None:

@@ -213,7 +213,7 @@ class RouterCosts:
         self._factors: Numbers | None = None
         """``factor`` of each row, until the next answer."""
         self._even: float | None = None
-        """It, where it is the same in all of ``_factors``; None if it differs."""
+        """The fleet's factor, where no instance differs from it; else None."""
         self._steps = Steps(model, MOST_OTHERS)
         self._queues: dict[str, QueueEstimate] = {}
         self._empty: dict[str, tuple[CostModel, Batching, Passes]] = {}
@@ -511,22 +511,23 @@ class RouterCosts:
         """``factor`` of each row."""
         found = self._factors
         if found is None:
-            found = self._factors = self._corrected()
-            first = float(found[0])
-            self._even = first if first == found[found.argmax()] == found[found.argmin()] else None
+            corrected = self._corrected()
+            self._even = corrected if isinstance(corrected, float) else None
+            found = self._factors = np.full(self._rows.table.shape[1], corrected)
         return found
 
-    def _corrected(self) -> Numbers:
+    def _corrected(self) -> Numbers | float:
+        """``factor`` of each row; one number where all have the fleet's."""
         bound, table = self._bound, self._rows.table
         fleet = self._fleet.factor(bound)
         # Ten answers are remembered, so one answer is a tenth of the fleet's sum.
         prior_s = self._fleet.expected_s * (1 - REMEMBERED) * PRIOR_ANSWERS
         if prior_s <= 0:
-            return np.full(table.shape[1], fleet)
+            return fleet
         own = table[OBSERVED] + fleet * prior_s
         own /= table[EXPECTED] + prior_s
         if own[own.argmax()] < fleet * COUNTS and own[own.argmin()] * COUNTS > fleet:
-            return np.full(table.shape[1], fleet)
+            return fleet
         apart = np.log(np.clip(own, 1 / bound, bound) / fleet)
         counts = np.copysign(np.maximum(np.abs(apart) - CHANCE, 0), apart)
         corrected: Numbers = np.clip(fleet * np.exp(counts), 1 / bound, bound)

@@ -32,6 +32,7 @@ COPY_SECONDS: Final = 1.0
 EXPORT_SECONDS: Final = 20.0
 BOOTSTRAP_ROOMS: Final = 1 << 47
 GOES_ON: Final = "the request goes on at another instance"
+JUST_ENDED: Final = "it has just ended"
 
 
 @dataclass(eq=False)
@@ -68,10 +69,6 @@ class MovingOut:
         scheduler = self._rank.cache.scheduler
         req = next((req for req in scheduler.running_batch.reqs if req.rid == message.rid), None)
         why = self._problem(req, message.rid)
-        if not why and not self._settled():
-            why = AGAIN
-        if not why and req is not None and (req.finished() or req.to_finish is not None):
-            why = "it has just ended"
         if why or req is None:
             self._rank.counts["again" if why == AGAIN else "refused"] += 1
             self._rank.reply(Parked(self._rank.epoch, message.id, why))
@@ -115,16 +112,22 @@ class MovingOut:
         self._remind_of_parked()
 
     def _problem(self, req: Any, rid: str) -> str:
+        """Why a request cannot be stopped now; empty if it can. Takes in the result of the last batch."""
         scheduler = self._rank.cache.scheduler
         if self._rank.cache.ranks.pipelined:
             return "its server is a pipeline of several stages"
         if req is None:
             return AGAIN if _is_known(scheduler, rid) else "no such request runs here"
-        if req.finished() or req.to_finish is not None:
-            return "it has just ended"
+        if _has_ended(req):
+            return JUST_ENDED
         if self._rank.manager is not None and not self._rank.cache.of_weights_in_use(req):
             return "its KV is of several weights: they were updated while it ran"
-        return obstacle(req, not scheduler.spec_algorithm.is_none())
+        if why := obstacle(req, not scheduler.spec_algorithm.is_none()):
+            return why
+        if not self._settled():
+            return AGAIN
+        # The batch whose result has been taken in may have ended it.
+        return JUST_ENDED if _has_ended(req) else ""
 
     def _settled(self) -> bool:
         """Take in the result of the batch that was launched last. False when that is a prefill: its requests
@@ -228,6 +231,11 @@ class MovingOut:
         if req.kv.holds_kv:
             current.release(req, self._rank.cache, keep=True)
         scheduler.output_streamer.stream_output([req], req.return_logprob)
+
+
+def _has_ended(req: Any) -> bool:
+    """Whether a request has ended, or ends with the result of the batch under way."""
+    return bool(req.finished() or req.to_finish is not None)
 
 
 def _is_known(scheduler: Any, rid: str) -> bool:
