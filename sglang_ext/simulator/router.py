@@ -1,8 +1,8 @@
 """The router of a simulation: the router's own index, fleet, chooser, costs, hints, fetching and admission.
 
 A request takes the way of `router.endpoints.generation` and `router.dispatch.relaying`, without HTTP, texts
-and tokenizers: admission, the choice, the fetches of its plan, the instance's first and last token, and what
-the router learns from both.
+and tokenizers: admission, the choice, the fetches of its plan, the instance's first and last token, and the
+observations that the router makes of both.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which prefills are measured."""
+"""The plan of a calibration: the prefills that it measures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""exec over a batch: what it may be at most and at least, and how prompts fall into passes."""
+"""exec over a batch: its upper and lower bounds, and how prompts fall into passes."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def once_s(waves: Waves, one: Linear, new: int) -> float:
 
 
 def step(new: int, context: int) -> TimedStep:
-    """What the truth takes, by operator."""
+    """The true times of a step, by operator."""
     parts = TRUTH.parts(Batch.of(new, context))
     runs = tuple(
         TimedLinear(new if one.rows == "tokens" else 1, one.inner, one.columns, once_s(TRUTH.waves, one, new))

@@ -1,4 +1,4 @@
-"""The two levels: what they are made of, that they never fall, and how they scale."""
+"""The two levels: their terms, their scaling, and that no time falls where the work grows."""
 
 from __future__ import annotations
 

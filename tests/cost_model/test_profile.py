@@ -1,4 +1,4 @@
-"""Profiles: what is written is read back, what is damaged is refused by name."""
+"""Profiles: a file gives the profile that wrote it, and a damaged file is refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said in the demo."""
+"""The messages of the demo's conversations."""
 
 from __future__ import annotations
 

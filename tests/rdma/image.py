@@ -1,5 +1,5 @@
-"""Parts of building the guest that need no program but Python: which kernel modules, and the initramfs
-itself.
+"""Parts of building the guest that need no program but Python: the choice of kernel modules, and the
+initramfs itself.
 """
 
 import os
@@ -29,7 +29,7 @@ MODULES = [
 
 
 def modules(source: Path, target: Path) -> None:
-    """Copy the modules that are wanted and what they need."""
+    """Copy ``MODULES`` and the modules that these need."""
     paths = {f.name.split(".ko")[0].replace("-", "_"): f for f in (source / "kernel").rglob("*.ko*")}
 
     def info(path: Path, key: str) -> list[str]:

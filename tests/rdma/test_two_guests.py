@@ -1,7 +1,7 @@
 """Verbs between two kernels that share nothing: guests with Soft-RoCE, both started from one snapshot.
 
 So their boot ids are one, their processes have the same ids, and nothing but memory itself says that they are
-two machines. What happens in them is in ``guest/two_kernels.py``; cables are cut and machines killed here.
+two machines. ``guest/two_kernels.py`` runs in both; cables are cut and machines killed here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sglang_ext.testing.waiting import wait_until
 
 HERE = Path(__file__).parent
 PACKAGES = ("numba", "llvmlite", "xxhash")
-"""What the local transports need, that they could be chosen."""
+"""The local transports need them, so that only the two kernels keep these from being chosen."""
 APPEND = "console=ttyS0 quiet loglevel=4 panic=-1 mitigations=off no_timer_check rdinit=/init two"
 STEP_S = 900.0
 END_S = 30.0
@@ -86,7 +86,7 @@ class Guest:
             assert "Traceback" not in line, f"{pattern!r} is waited for:\n{self._log.read_text()[-4000:]}"
 
     def monitor(self, command: str, **arguments: Any) -> Any:
-        """One command of QMP; what is returned."""
+        """Send a command of QMP, and return its answer."""
         with socket.socket(socket.AF_UNIX) as sock:
             sock.settimeout(END_S)
             wait_until(lambda: self._monitor.exists(), seconds=END_S, what="the monitor")
@@ -108,7 +108,7 @@ class Guest:
         self._test.sendall(f"{line}\n".encode())
 
     def run(self, line: str) -> None:
-        """Say a line until it is taken: a serial port may lose what comes as its machine begins."""
+        """Send a line until it is taken: a serial port may lose the first bytes after its machine has begun."""
         for _ in range(int(STEP_S)):
             self.send(line)
             with contextlib.suppress(queue.Empty):
@@ -171,7 +171,7 @@ def prepared(site: Path) -> list[str]:
 def two() -> Iterator[tuple[Guest, Guest]]:
     """The owner's and the reader's guest, from one snapshot."""
     with contextlib.ExitStack() as stack:
-        # Not below pytest's folder: a socket's path is short, and it keeps what is large.
+        # Not below pytest's folder, whose path is too long for a socket, and which keeps large files.
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="two-guests-", dir="/tmp")))
         qemu = prepared(folder / "site")
         first = Guest(qemu, folder / "first", free_udp_ports())
@@ -214,7 +214,7 @@ def test_two_machines_of_one_snapshot_read_and_write_each_others_memory(two: tup
     reader.send("healed")
     assert reader.wait_for(r"@@SAYS again (\w+) untouched (\w+)").groups() == ("True", "True")
 
-    # A writer is fenced; then one that is cut off.
+    # A writer is fenced; then a second, whose cable is cut.
     assert reader.wait_for(r"@@SAYS fenced (\w+)")[1] == "PeerGoneError"
     assert owner.wait_for(r"@@SAYS barred (\w+) unchanged (\w+)").groups() == ("True", "True")
     owner.wait_for("@@SAYS cut")

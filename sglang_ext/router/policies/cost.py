@@ -104,7 +104,7 @@ def cost(prompt: Prompt, fleet: Fleet, matches: Matches, costs: Costs, options: 
             seconds = pricing.alone_s(weight) if plan is None else plan.seconds
             seconds += options.queue_weight * pricing.queue_s + hand_over_s
             if seconds > float(search.seconds[place]) * (1 + AGREES) + AGREES:
-                search.seconds[place] = seconds  # it cannot fetch any more what others of its kind can
+                search.seconds[place] = seconds  # unlike others of its kind, it cannot fetch any more
                 continue
         fetch = () if plan is None else fetches_of(plan)
         return Decision(

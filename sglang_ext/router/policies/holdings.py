@@ -1,4 +1,4 @@
-"""The holders of a prompt, grouped by what they hold, and the few of them that any instance would read from.
+"""The holders of a prompt, grouped by their matches, and the few of them that any instance would read from.
 
 A popular beginning has a thousand holders, and most hold the same: the index gives them one match object. Of
 the holders with the same end, an instance reads from the fastest, whichever instance it is: transfers from

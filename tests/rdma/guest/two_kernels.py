@@ -1,6 +1,6 @@
 """One of two guests, whose kernels share nothing: ``python3 two_kernels.py owner|reader``.
 
-What happens is said on the console, ``@@SAYS`` and words; the test answers on the second serial port.
+It reports on the console, in lines of ``@@SAYS`` and words; the test answers on the second serial port.
 """
 
 import os
@@ -32,7 +32,7 @@ def say(*words: object) -> None:
 
 
 def wait_for(word: str) -> None:
-    """The test has done what it was asked for."""
+    """Wait until the test has done its part, and sends this word."""
     while TEST.readline().strip() != word:
         pass
 
@@ -152,7 +152,7 @@ def reader() -> None:
     fresh.read(0, ALL, CancelToken())
     say("again", np.array_equal(again.memory, content(1)), "untouched", np.array_equal(side.memory, kept))
 
-    # The owner fences a writer, first one that it hears, then one that is cut off from it.
+    # The owner fences two writers: the first is connected, the cable of the second is cut.
     for _ in range(2):
         writer = Side(np.zeros(SIZE, np.uint8))
         writing = writer.reach(wire)
