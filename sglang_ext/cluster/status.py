@@ -67,18 +67,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return SOME_AWAITED if any(view.awaited for view in seen.instances) else 0
 
 
+def styled_state(view: InstanceView) -> str:
+    """An instance's state, as markup of `rich`."""
+    state = AWAITED if view.awaited and view.state == "ready" else view.state
+    style = STYLES.get(state, "dim")
+    return f"[{style}]{escape(state)}[/{style}]"
+
+
 def show(seen: Cluster, console: Console) -> None:
     """Print it for people."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("instance", "role", "state", "running", "waiting tokens", "cached tokens", "heard", "url"):
         table.add_column(name, justify="right" if name in _NUMBERS else "left", no_wrap=True)
     for view in seen.instances:
-        state = AWAITED if view.awaited and view.state == "ready" else view.state
-        style = STYLES.get(state, "dim")
         table.add_row(
             escape(view.instance),
             view.role,
-            f"[{style}]{escape(state)}[/{style}]",
+            styled_state(view),
             str(view.in_flight),
             str(view.queued_tokens),
             str(view.cached_tokens) if view.trusted else f"{view.cached_tokens}?",

@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sglang_ext.cluster.router_client import RouterAddress, RouterClient
-from sglang_ext.cluster.status import AWAITED, STYLES, WIDE, notes
+from sglang_ext.cluster.status import WIDE, notes, styled_state
 from sglang_ext.errors import PeerError, SglangExtError
 from sglang_ext.flags import SECONDS, flag
 from sglang_ext.flags.removed import ROUTER_ADDRESS, TOP
@@ -135,12 +135,10 @@ def _instances(seen: Seen) -> Table:
     for name in tiers:
         table.add_column(name, no_wrap=True)
     for each in seen.cluster.instances:
-        state = AWAITED if each.awaited and each.state == "ready" else each.state
-        style = STYLES.get(state, "dim")
         table.add_row(
             escape(each.instance),
             each.role,
-            f"[{style}]{escape(state)}[/]",
+            styled_state(each),
             str(each.in_flight),
             str(each.queued_tokens),
             *(_bar(each, tier) for tier in tiers),

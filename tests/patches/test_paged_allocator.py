@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
+from types import ModuleType
 
 import paged_oracle
 import pytest
@@ -73,17 +71,8 @@ def test_decode_is_an_extend_by_one(batch: Batch) -> None:
     assert out.tolist() == slots_of(Batch(batch.page_size, batch.prefix, length, batch.last, batch.free))
 
 
-def test_our_kernels_agree_with_tritons(tmp_path: Path) -> None:
-    """SGLang's kernels, run by Triton's interpreter, which has to be chosen before they are defined."""
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", str(Path(paged_oracle.__file__)), "7", "60"],
-        env={**os.environ, "TRITON_INTERPRET": "1", "TMPDIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.strip().endswith("60 batches agree")
+def test_our_kernels_agree_with_tritons(agree_with_triton: Callable[[ModuleType, int], None]) -> None:
+    agree_with_triton(paged_oracle, 60)
 
 
 def allocator_of(pages: int, page_size: int) -> PagedTokenToKVPoolAllocator:

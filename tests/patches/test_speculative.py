@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
+from types import ModuleType
 
 import pytest
 import sgl_kernel
@@ -29,16 +27,8 @@ tensor = torch.tensor
 
 
 @pytest.mark.slow
-def test_sglangs_own_kernels_write_the_same(tmp_path: Path) -> None:
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", str(Path(speculative_oracle.__file__)), "7", "25"],
-        env={**os.environ, "TRITON_INTERPRET": "1", "TMPDIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.strip().endswith("25 batches agree")
+def test_sglangs_own_kernels_write_the_same(agree_with_triton: Callable[[ModuleType, int], None]) -> None:
+    agree_with_triton(speculative_oracle, 25)
 
 
 def test_sglang_finds_them_in_the_stand_in() -> None:

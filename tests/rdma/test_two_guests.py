@@ -108,7 +108,7 @@ class Guest:
         self._test.sendall(f"{line}\n".encode())
 
     def run(self, line: str) -> None:
-        """Send a line until it is taken: a serial port may lose the first bytes after its machine has begun."""
+        """Send a line until it is taken: a serial port may lose bytes while its machine begins."""
         for _ in range(int(STEP_S)):
             self.send(line)
             with contextlib.suppress(queue.Empty):
