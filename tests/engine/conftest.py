@@ -1,4 +1,7 @@
-"""Fixtures of all tests of the engine: SGLang importable on a CPU, and no thread left behind."""
+"""Fixtures of all tests of the engine: SGLang importable on a CPU, and no thread left behind.
+
+`oracle/` has the engine of the tests: SGLang's scheduler and pools in small, on which every row is checked.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,8 @@ from sglang_ext.patches.cpu import allocator as paged_allocator
 from sglang_ext.patches.cpu import runtime
 
 HERE = Path(__file__).parent
-# Helpers in this folder, and what tests of a folder take from each other, are imported by their own names.
+# Helpers in this folder and in `oracle`, and what tests of a folder take from each other, are imported by
+# their own names.
 sys.path[:0] = map(str, (HERE, *sorted(HERE.glob("[a-z]*/"))))
 
 runtime.prepare_process(os.environ)

@@ -1,4 +1,4 @@
-"""A server with HiCache whose store a test has written, by `tests/engine/engine_hicache.py`."""
+"""A server with HiCache whose store a test has written, by `tests/engine/oracle/engine_hicache.py`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from sglang_ext.geometry import BlockLayout
 
 ROOT = Path(__file__).parents[2]
-PROGRAM = ROOT / "tests" / "engine" / "engine_hicache.py"
+PROGRAM = ROOT / "tests" / "engine" / "oracle" / "engine_hicache.py"
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """A real server on a store that HiCache wrote takes its first turn from there, and answers as a cold one.
 
 HiCache does not run on a CPU. The KV is that of a server of ours, from its disk tier, and SGLang's own file
-backend writes it (`tests/engine/engine_hicache.py`).
+backend writes it (`tests/engine/oracle/engine_hicache.py`).
 """
 
 from __future__ import annotations
