@@ -1,9 +1,10 @@
 """Decides whether the backends ``global`` can serve a model with its flags: pure, before weights are loaded.
 
 The cache keeps the KV of whole prefixes of full-attention layers: one slot per token in one pool, MHA, GQA,
-MLA or MLA with index keys (DSA), and in the pools of draft models, which have the same slots. Whatever
-keeps KV otherwise, or brings a prefix cache of its own, is refused at start by name, with the way out. So
-is every mode in which a forward pass would not wait for KV that is being loaded;
+MLA or MLA with index keys (DSA), and in the pools of draft models, which have the same slots. Windows in a
+pool of their own and recurrent states are kept as components (`patches/adapter/hybrid`). A model that keeps
+KV otherwise, or brings a prefix cache of its own, is refused at start by name, with the way out. So is every
+mode in which a forward pass would not wait for KV that is being loaded;
 ``tests/engine/cache/test_hicache_guards.py`` gives for each of SGLang's own guards the refusal here, or why
 there is none. ``admission`` takes SGLang's ``ModelConfig`` and the flags, and needs no server.
 """

@@ -3,7 +3,7 @@
     instance                  source                                             trusted
     ------------------------  -------------------------------------------------  ----------------------------
     with an agent             a replica of the agent's reports                   while the agent is alive and
-                              (`radix_global.replica`), one tree per role        no report is missing
+                              (`radix_global.sync.replica`), one tree per role   no report is missing
     stock SGLang with         a replica of its KV events (`stock_replica`),      while no event is missing;
     KV events                 in the same tree                                   a partial replica is combined
                                                                                  with inferred prefixes
