@@ -224,3 +224,13 @@ def test_a_request_takes_the_place_of_another(rig: Rig) -> None:
     assert (rig.moves.blocks_to_stream("first", 0), rig.moves.blocks_to_stream("second", 0)) == (0, BLOCKS)
     rig.moves.release("first")
     assert rig.moves.blocks_to_stream("second", 0) == BLOCKS
+
+
+def test_the_check_sees_a_request_that_two_moves_stream_to(rig: Rig) -> None:
+    first, _ = rig.filling()
+    second, _ = rig.filling(start=BLOCKS)
+    rig.moves.admit(first, "request")
+    rig.moves.check()
+    rig.moves.admit(second, "request")
+    with pytest.raises(AssertionError, match="do not agree"):
+        rig.moves.check()
