@@ -49,6 +49,8 @@ class Supported:
     """The module of ``patches/seams/`` that knows its shapes."""
     hybrids: bool = True
     """Whether its tree for windows and states can be extended (``adapter/hybrid``)."""
+    decode_caches_drafts: bool = True
+    """Whether its decode servers may keep a cache beside speculative decoding."""
 
     def hashes(self) -> Mapping[str, Declared]:
         """The functions that patches use, by dotted name, as read when the version was followed."""
@@ -64,8 +66,8 @@ class Supported:
 
 
 SUPPORTED: Final = (
-    Supported("0.5.21", Status.TESTED, "v0_5_21", hybrids=False),
-    Supported("0.5.22", Status.TESTED, "v0_5_22", hybrids=False),
+    Supported("0.5.21", Status.TESTED, "v0_5_21", hybrids=False, decode_caches_drafts=False),
+    Supported("0.5.22", Status.TESTED, "v0_5_22", hybrids=False, decode_caches_drafts=False),
     Supported("0.5.23", Status.TESTED, "v0_5_22"),
 )
 
@@ -84,6 +86,11 @@ def seam_of(wanted: str) -> str:
 def follows_hybrids(wanted: str) -> bool:
     """Whether models with windows or states are served with a version."""
     return (supported(wanted) or SUPPORTED[-1]).hybrids
+
+
+def decode_caches_drafts(wanted: str) -> bool:
+    """Whether decode servers of a version may keep a cache beside speculative decoding."""
+    return (supported(wanted) or SUPPORTED[-1]).decode_caches_drafts
 
 
 def tested_versions() -> str:

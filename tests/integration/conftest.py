@@ -36,14 +36,22 @@ sys.path.append(str(Path(__file__).parents[1] / "fuzz"))  # for http_bodies.py
 _HYBRID = re.compile(r"hybrid|tiny-(gdn|kda|lfm2|mamba2|spark|swa)|[\[-](windows?|states?)\b")
 
 
+_EMULATED = re.compile(r"emulated_gpu")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Servers of models with windows or states start with some versions of SGLang only."""
+    """Servers of models with windows or states, and those on an emulated GPU, start with some versions of
+    SGLang only."""
     installed = installed_sglang_version()
-    if not follows_hybrids(installed):
-        skip = pytest.mark.skip(reason=f"SGLang {installed} is not served with windows or states")
+    if follows_hybrids(installed):
+        return
+    for pattern, reason in (
+        (_HYBRID, f"SGLang {installed} is not served with windows or states"),
+        (_EMULATED, f"the emulated GPU has no flashinfer, which SGLang {installed} imports on CUDA"),
+    ):
         for item in items:
-            if HERE in item.path.parents and _HYBRID.search(f"{item.path.name} {item.name}"):
-                item.add_marker(skip)
+            if HERE in item.path.parents and pattern.search(f"{item.path.name} {item.name}"):
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(scope="session", autouse=True)

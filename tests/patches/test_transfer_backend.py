@@ -95,6 +95,23 @@ def test_a_decode_server_that_keeps_nothing_makes_no_answer_durable() -> None:
         patch.choose_caches(object, arguments(mode, caching, **acked))
 
 
+@pytest.mark.parametrize("installed", ["0.5.21", "0.5.22", "0.5.23"])
+def test_decode_keeps_no_cache_beside_a_draft_where_sglang_refuses_it(
+    installed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patch, "installed_sglang_version", lambda: installed)
+    drafting = arguments("decode", "3", speculative_algorithm="EAGLE")
+    if installed == "0.5.23":
+        patch.choose_caches(object, drafting)
+        assert drafting.disaggregation_decode_enable_radix_cache
+        return
+    with pytest.raises(ConfigError, match="keep no cache with --speculative-algorithm EAGLE") as refused:
+        patch.choose_caches(object, drafting)
+    assert refused.value.field == "--kv-pd-caching"
+    for mode, caching in (("prefill", "3"), ("decode", "1")):
+        patch.choose_caches(object, arguments(mode, caching, speculative_algorithm="EAGLE"))
+
+
 def test_a_retraction_backup_of_the_users_choice_stays() -> None:
     args = arguments("decode", "3", disaggregation_decode_retraction_backup="host_pool")
     patch.choose_caches(object, args)

@@ -32,6 +32,7 @@ from sglang_ext.patches.base import Patch, resolve
 from sglang_ext.patches.hooks import flags
 from sglang_ext.patches.plugin_hooks import Hook, hook_patch
 from sglang_ext.patches.process import PROCESS
+from sglang_ext.patches.versions import decode_caches_drafts, installed_sglang_version
 
 _MEMBER = "GLOBAL"
 _UTILS = "sglang.srt.disaggregation.utils"
@@ -88,11 +89,24 @@ def choose_caches(_cls: type, args: argparse.Namespace) -> None:
             )
         args.disable_radix_cache = True
     else:
+        if mode == "decode":
+            _check_drafts(args, config.pd_caching)
         args.radix_cache_backend = BACKEND
     if mode == "decode":
         args.disaggregation_decode_enable_radix_cache = caches
         if args.disaggregation_decode_retraction_backup is None:
             args.disaggregation_decode_retraction_backup = "cpu_tensor"
+
+
+def _check_drafts(args: argparse.Namespace, caching: str) -> None:
+    """Refuse speculative decoding beside decode's cache where SGLang does, with the way out."""
+    name, installed = getattr(args, "speculative_algorithm", None), installed_sglang_version()
+    if name is not None and not decode_caches_drafts(installed):
+        raise ConfigError(
+            f"decode servers of SGLang {installed} keep no cache with --speculative-algorithm {name}",
+            field="--kv-pd-caching",
+            hint=f"Choose basic or 1 instead of {caching}, or SGLang 0.5.23",
+        )
 
 
 def keep_settings(server_args: Any, _cls: type, args: argparse.Namespace) -> None:

@@ -123,7 +123,7 @@ def test_new_weights_are_a_new_namespace(server: ServerProcess) -> None:
             "--attn-dp-size above 1 and --speculative-algorithm. Drop one of them",
         ),
     ],
-    ids=["sliding window", "block size", "DP attention"],
+    ids=["windows in stages", "block size", "DP attention"],
 )
 def test_what_cannot_be_served_is_refused_by_name(model: str, flags: tuple[str, ...], message: str) -> None:
     spec = ServerSpec(model=model, flags=("--radix-cache-backend", "global", *flags))
