@@ -17,6 +17,10 @@ from sglang_ext.engine.movers.batch_copies import BatchCopy
 from tests.fake_gpu import interpreter, ipc, runtime_kernels, torch_cuda
 from tests.fake_gpu.batch import Library
 
+VERDICT_SECONDS = 30.0
+"""After which a silent peer is gone, not 2.5 s: a pass in Triton's interpreter keeps Python's lock and a core
+busy for seconds, and where other programs want the cores, heartbeats come late."""
+
 
 class _Runtime:
     """In place of ``CudaRuntime``; a copy is complete when the call returns."""
@@ -48,10 +52,15 @@ def _on_embedding(module: Any) -> None:
     module.vocab_parallel_embedding = interpreter.vocab_parallel_embedding
 
 
+def _on_transfers(module: Any) -> None:
+    module.VERDICT_SECONDS = VERDICT_SECONDS
+
+
 _CHANGES: dict[str, Callable[[Any], None]] = {
     "sglang.kernels.jit.utils.compile.loader": _on_loader,
     "sglang.kernels.ops.embeddings.vocab_parallel_embedding": _on_embedding,
     "sglang_ext.patches.adapter.hbm": _on_hbm,
+    "sglang_ext.patches.adapter.build_transfers": _on_transfers,
     "sglang_ext.engine.movers.layer_copies": _on_layer_copies,
     "sglang_ext.engine.movers.gpu_memory": ipc.change,
 }

@@ -112,13 +112,26 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     return Place(tmp_path_factory.mktemp("place"))
 
 
-@pytest.fixture
-async def client(place: Place) -> AsyncIterator[aiohttp.ClientSession]:
-    """A client with any number of connections, that waits as long as a busy machine may take."""
+def client_session(place: Place, seconds: float) -> aiohttp.ClientSession:
+    """A client with any number of connections, that waits for an answer for so long."""
     # SGLang closes a connection that is idle for 5 s, which a client on a busy machine notices too late.
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
-    timeout = aiohttp.ClientTimeout(total=120)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=place.headers) as session:
+    timeout = aiohttp.ClientTimeout(total=seconds)
+    return aiohttp.ClientSession(connector=connector, timeout=timeout, headers=place.headers)
+
+
+@pytest.fixture
+async def client(place: Place) -> AsyncIterator[aiohttp.ClientSession]:
+    """Waits as long as a busy machine may take."""
+    async with client_session(place, 120) as session:
+        yield session
+
+
+@pytest.fixture
+async def patient_client(place: Place) -> AsyncIterator[aiohttp.ClientSession]:
+    """Waits for servers on an emulated GPU: they compute 15 tokens of a prompt in a second, and on a busy
+    machine 5."""
+    async with client_session(place, 900) as session:
         yield session
 
 
