@@ -1,7 +1,7 @@
 """Speculative decoding with the shared cache: the draft model's KV comes from DRAM and disk with the model's.
 
 The draft has the model's weights, so that it guesses well. A hit must leave answers and guesses as they were:
-the same tokens, in as many passes. The long form has latents too.
+the same tokens, in as many passes. The long form has latents and Gemma 3 too.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from disk_damage import damage_last_layer, runs
+from draft_models import SILENT, drafted_gemma
 
 from sglang_ext.testing.models import RECIPES, model_path
 from sglang_ext.testing.waiting import wait_until
@@ -32,8 +33,9 @@ BLOCKS = 20
 """Of a prompt. HBM holds two prompts, DRAM four."""
 NEW_TOKENS = 24
 DRAFT_LAYERS = 4
+GEMMA = "tiny-gemma3"
 # SGLang 0.5.23 starts the draft of a Qwen3-MoE or DeepSeek model as its MTP layer, whatever the algorithm.
-MODELS = ["tiny", pytest.param("tiny-mla", marks=pytest.mark.long)]
+MODELS = ["tiny", *(pytest.param(name, marks=pytest.mark.long) for name in ("tiny-mla", GEMMA))]
 
 
 @dataclass(frozen=True)
@@ -44,22 +46,18 @@ class Drafted:
     passes: int
 
 
-def spec(model: str, folder: Path, *more: str) -> ServerSpec:
+def spec(model: str, weights: Path, folder: Path) -> ServerSpec:
     dram = (4 * BLOCKS + 4) * BLOCK * 2 * RECIPES[model].kv_elements_per_token * 4
     return ServerSpec(
         model=model,
         flags=(
-            *(
-                "--speculative-algorithm",
-                "STANDALONE",
-                "--speculative-draft-model-path",
-                str(model_path(model)),
-            ),
+            *("--model-path", str(weights), "--speculative-algorithm", "STANDALONE"),
+            *("--speculative-draft-model-path", str(weights)),
             *("--speculative-num-steps", "3", "--speculative-eagle-topk", "1"),
             *("--speculative-num-draft-tokens", "4"),
             *("--radix-cache-backend", "global", "--kv-check", "--kv-load-policy", "always"),
             *("--kv-dram-size", str(dram), "--kv-disk-path", str(folder), "--kv-disk-size", "1GB"),
-            *("--max-total-tokens", "900", "--chunked-prefill-size", "256", "--enable-metrics", *more),
+            *("--max-total-tokens", "900", "--chunked-prefill-size", "256", "--enable-metrics"),
         ),
         environment=STRICT,
     )
@@ -83,18 +81,30 @@ def model(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
+def weights(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the model and of its draft."""
+    if model == GEMMA:
+        return drafted_gemma(tmp_path_factory.mktemp("models") / model)
+    return model_path(model)
+
+
+@pytest.fixture(scope="module")
 def folder(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("kv")
 
 
 @pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
+def prompts(model: str) -> list[list[int]]:
     rng = random.Random(5)
-    return [[rng.randrange(100, 30_000) for _ in range(BLOCKS * BLOCK + 4)] for _ in range(6)]
+    found = [[rng.randrange(100, 30_000) for _ in range(BLOCKS * BLOCK + 4)] for _ in range(6)]
+    if model == GEMMA:
+        for prompt in found:
+            prompt[0] = SILENT
+    return found
 
 
 @pytest.fixture(scope="module")
-def cold(model: str, folder: Path, prompts: list[list[int]]) -> list[Drafted]:
+def cold(model: str, weights: Path, folder: Path, prompts: list[list[int]]) -> list[Drafted]:
     """Answers of a server that computed them, wrote them to disk, and was then killed. The draft's KV of the
     last prompt, which is in the last layers, is damaged then, with forged checksums."""
 
@@ -105,7 +115,7 @@ def cold(model: str, folder: Path, prompts: list[list[int]]) -> list[Drafted]:
             if sample.startswith("sglang_ext_cache_blocks{") and 'tier="disk"' in sample
         )
 
-    with ServerProcess(spec(model, folder)) as server:
+    with ServerProcess(spec(model, weights, folder)) as server:
         answers = [ask(server, prompt) for prompt in prompts[:-1]]
         wait_until(lambda: on_disk(server) >= 5 * BLOCKS, seconds=20, what="five prompts on disk")
         sound = runs(folder)
@@ -125,8 +135,8 @@ def _spoil(layer: bytearray) -> None:
 
 
 @pytest.fixture(scope="module")
-def server(model: str, folder: Path, cold: list[Drafted]) -> Iterator[ServerProcess]:
-    with ServerProcess(spec(model, folder)) as server:
+def server(model: str, weights: Path, folder: Path, cold: list[Drafted]) -> Iterator[ServerProcess]:
+    with ServerProcess(spec(model, weights, folder)) as server:
         yield server
 
 
