@@ -223,7 +223,7 @@ TABLE: Mapping[str, Family] = MappingProxyType(
             "Sliding windows of which SGLang keeps all KV",
             "Gemma 2 and 3 (text), Olmo 3, Exaone 4, Cohere 2",
             _answers("tiny-gemma3")
-            | _also("tiny-gemma3", "fetch", "PD", "return", "migration", "hints", "TP"),
+            | _also("tiny-gemma3", "fetch", "PD", "return", "migration", "hints", "speculation", "TP"),
         ),
         "window-flag": Family(
             "Sliding windows with `--disable-hybrid-swa-memory`",
