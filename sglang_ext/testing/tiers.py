@@ -12,7 +12,7 @@ import random
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -228,13 +228,17 @@ class FaultyTier(WrappedTier):
     """Fails calls at random, in every way the contract allows, reproducibly from `seed`.
 
     rate: chance of each call to fail. May be changed at any time; 0 lets everything pass.
+    first: methods whose first call fails, whatever the rate.
     faults: how many calls have been made to fail, by method.
     lost: (namespace, key) of blocks that the medium has lost, as far as they were there.
     """
 
-    def __init__(self, inner: BlockTier, *, seed: int, rate: float = 0.1) -> None:
+    def __init__(
+        self, inner: BlockTier, *, seed: int, rate: float = 0.1, first: Collection[str] = ()
+    ) -> None:
         super().__init__(inner)
         self.rate = rate
+        self.first = first
         self.faults: Counter[str] = Counter()
         self.lost: set[tuple[bytes, bytes]] = set()
         self._random = random.Random(seed)
@@ -242,7 +246,7 @@ class FaultyTier(WrappedTier):
 
     def _fails(self, method: str) -> bool:
         with self._lock:
-            fails = self._random.random() < self.rate
+            fails = self._random.random() < self.rate or (method in self.first and not self.faults[method])
             self.faults[method] += fails
             return fails
 
