@@ -48,7 +48,7 @@ def drafted_gemma(folder: Path) -> Path:
     draft. Returns the folder.
 
     SGLang shifts the tokens of a draft by one: it never sees the first token of a prompt. The tiny model
-    attends so sharply that this token changes what it says hundreds of tokens later. Here the first token has
+    attends so sharply that this token changes its answers hundreds of tokens later. Here the first token has
     no embedding, so that no value comes from it, and layers without a window attend less sharply.
     """
     shutil.copytree(model_path("tiny-gemma3"), folder)

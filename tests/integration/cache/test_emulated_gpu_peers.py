@@ -39,19 +39,19 @@ ATOL = 1e-3
 
 @dataclass
 class Pair:
-    """Two servers, the port at which they look for a router, and by what they read from each other."""
+    """Two servers. port: at which they look for a router. transport: of their reads from each other."""
 
     port: int
     servers: list[ServerProcess]
     transport: str
 
     def other(self, url: str) -> ServerProcess:
-        """The one that is not at this URL."""
+        """The server with another URL."""
         (found,) = (server for server in self.servers if server.url != url)
         return found
 
     def at(self, url: str) -> ServerProcess:
-        """The one at a URL."""
+        """The server with this URL."""
         return next(server for server in self.servers if server.url == url)
 
 
