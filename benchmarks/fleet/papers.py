@@ -24,7 +24,7 @@ from benchmarks.lib.data import data_folder
 from benchmarks.policies.fleet import NamedSession
 from benchmarks.policies.workloads import BLOCK_TOKENS, SimSession, arriving, loogle, repeated, sharegpt
 from sglang_ext.cost_model import CostModel
-from sglang_ext.cost_model.estimated import DEVICES, USUAL_CONTEXT, Device, estimated
+from sglang_ext.cost_model.estimated import DEVICES, Device, estimated
 from sglang_ext.cost_model.operators import Link
 from sglang_ext.cost_model.profile import Decode, Profile
 from sglang_ext.flags import flag
@@ -69,14 +69,11 @@ class PapersOptions(Options):
     )
 
 
-def costs(
-    config: dict[str, int], device: Device, tp: int, network: float, context_tokens: int = USUAL_CONTEXT
-) -> Profile:
+def costs(config: dict[str, int], device: Device, tp: int, network: float) -> Profile:
     """An estimated profile.
 
     Args:
         network: bytes a second from another instance.
-        context_tokens: of a request that generates, about.
     """
     base = estimated(config, "h100", model="paper", tp=tp)
     h100 = DEVICES["h100"]
@@ -84,7 +81,6 @@ def costs(
     fixed, context, token, pair, *rest = base.arch.coefficients
     decode = base.decode
     assert decode is not None
-    read, usual = context * context_tokens, context * USUAL_CONTEXT
     arch = msgspec.structs.replace(
         base.arch,
         coefficients=(
@@ -95,7 +91,8 @@ def costs(
             *rest,
         ),
     )
-    step = Decode(decode.fixed_s * narrower, (decode.per_request_s - usual) * slower + read * narrower)
+    each_s = decode.per_request_s
+    step = Decode.linear((decode.steps_s[0] - each_s) * narrower, each_s * slower, context * narrower)
     loads = {"dram": Link(1e-4, 1 / (device.loads_bytes_per_s * tp))}
     return msgspec.structs.replace(
         base, arch=arch, decode=step, tiers=loads, transfer=Link(1e-3, 1 / network)
@@ -388,9 +385,11 @@ def kvdirect(options: PapersOptions, report: Report, step_s: float = 0.0) -> Non
         step_s: of a step of generation, for one request; 0: as estimated.
     """
     for load, (prompt, answer, papers) in LOADS.items():
-        profile = costs(MISTRAL_LARGE, DEVICES["h100"], 8, 400 * GB, prompt + answer // 2)
+        profile = costs(MISTRAL_LARGE, DEVICES["h100"], 8, 400 * GB)
         if step_s and profile.decode is not None:
-            decode = msgspec.structs.replace(profile.decode, fixed_s=step_s)
+            longer_s = step_s - profile.decode.steps_s[0]
+            steps_s = tuple(seconds + longer_s for seconds in profile.decode.steps_s)
+            decode = msgspec.structs.replace(profile.decode, steps_s=steps_s)
             profile = msgspec.structs.replace(profile, decode=decode)
         hbm = int((8 * 80 * GB * 0.9 - 246 * GB) / profile.kv_bytes_per_token / BLOCK_TOKENS)
         for rate in options.pick((0.1, 0.3, 0.5), quick=(0.3,), tiny=(0.3,)):

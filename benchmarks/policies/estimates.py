@@ -37,7 +37,10 @@ LLAMA_8B = {
     "vocab_size": 128256,
 }
 FAST = msgspec.structs.replace(
-    PROFILE, tiers={"dram": Link(1e-4, 1 / 40e9)}, transfer=Link(1e-3, 1 / 9e9), decode=Decode(0.007, 1e-4)
+    PROFILE,
+    tiers={"dram": Link(1e-4, 1 / 40e9)},
+    transfer=Link(1e-3, 1 / 9e9),
+    decode=Decode.linear(0.007, 1e-4),
 )
 """The measurement with other links than the defaults have."""
 LOADS = ("0.3", "0.6", "0.85")

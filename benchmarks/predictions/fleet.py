@@ -43,6 +43,7 @@ CHUNK: Final = 2048
 KEY: Final = "a-benchmark-s-key-0123456789-abcdefghij\n"
 REFERENCES: Final = 5
 REFERENCE_TOKENS: Final = 512
+REFERENCE_ANSWER: Final = 24
 CAPACITY_S: Final = 24.0
 """For which capacity is measured; the first third does not count."""
 TIMEOUT: Final = aiohttp.ClientTimeout(total=600)
@@ -211,15 +212,13 @@ class Fleet:
 
     async def _references(
         self, client: aiohttp.ClientSession, url: str, cell: Cell, when: str
-    ) -> list[float]:
-        """Seconds of prefills of new prompts, one after the other."""
+    ) -> list[tuple[float, float]]:
+        """Send new prompts, one after the other. Returns what `Player.ask` returns for each."""
         rng, player = random.Random(f"reference {cell.name} {when}"), Player(client, url)
         found = []
         for number in range(REFERENCES):
             prompt = tokens(rng, REFERENCE_TOKENS, REFERENCE_TOKENS)
-            begin = time.perf_counter()
-            await player.ask(Asked(f"reference-{when}-{number}", prompt, 1, 0.0))
-            found.append(time.perf_counter() - begin)
+            found.append(await player.ask(Asked(f"reference-{when}-{number}", prompt, REFERENCE_ANSWER, 0.0)))
         return found
 
 
@@ -242,21 +241,30 @@ class Player:
         self.sent = 0
         self.ended: list[float] = []
 
-    async def ask(self, asked: Asked) -> None:
-        """Send a request, and read its answer."""
+    async def ask(self, asked: Asked) -> tuple[float, float]:
+        """Send a request, and read its answer.
+
+        Returns:
+            seconds to the first token, and from the first token to the last.
+        """
         sampling = {"temperature": 0, "max_new_tokens": asked.answer, "ignore_eos": True}
         body = {"input_ids": asked.prompt, "sampling_params": sampling, "stream": True}
         headers = {"x-session-id": asked.session}
         self.sent += 1
+        begin = time.perf_counter()
         async with self._client.post(f"{self._url}/generate", json=body, headers=headers) as response:
             if response.status != 200:
                 raise RuntimeError(f"status {response.status}: {await response.text()}")
+            await response.content.readany()
+            first = time.perf_counter()
             await response.read()
+        last = time.perf_counter()
         self.ended.append(time.monotonic())
         if self._hints:
             hint = {"session": asked.session, "ttl_s": 30.0}
             async with self._client.post(f"{self._url}/v1/advisory", json=hint) as response:
                 await response.read()
+        return first - begin, last - first
 
     async def arrivals(self, load: list[Asked], gap_s: float) -> None:
         """Send each request at its moment, whether others have been answered or not."""

@@ -122,12 +122,7 @@ def pace(predicted: Mapping[str, Times], truth: Mapping[str, Times]) -> tuple[fl
 def _decoding(profile: Profile, factor: float) -> Profile:
     if profile.decode is None:
         return profile
-    decode = msgspec.structs.replace(
-        profile.decode,
-        fixed_s=factor * profile.decode.fixed_s,
-        per_request_s=factor * profile.decode.per_request_s,
-    )
-    return msgspec.structs.replace(profile, decode=decode)
+    return msgspec.structs.replace(profile, decode=profile.decode.times(factor))
 
 
 def of_links(profile: Profile) -> CostModel:

@@ -10,7 +10,7 @@ from typing import Final
 from benchmarks.lib.common import Report, at_most
 from benchmarks.predictions.cells import ORDER, Cell, Ran
 from benchmarks.predictions.figures import Errors, Spread, Times, components, error, inside, order
-from benchmarks.predictions.fleet import REFERENCE_TOKENS
+from benchmarks.predictions.fleet import REFERENCE_ANSWER, REFERENCE_TOKENS
 from benchmarks.predictions.predict import MARGIN, Replayed, of_links, of_memory, pace, slower
 from sglang_ext.cost_model import CostModel, Profile
 
@@ -86,14 +86,23 @@ class Tables:
         if cell.load == NEAR:
             self._interval(replayed, ours, real)
         if cell.setup != ORDER:
-            self._others(cell, replayed, both, real, drift["reference_over_profile"])
+            self._others(cell, replayed, both, real, drift)
 
     def _drift(self, ran: Ran) -> dict[str, float]:
-        """Reference prefills over the profile's, and those behind the load over those before it."""
-        before, after = (statistics.median(seconds) for seconds in ran.facts["reference_s"])
-        expected_s = self._model.exec_s(REFERENCE_TOKENS, 0)
-        middle = statistics.median([*ran.facts["reference_s"][0], *ran.facts["reference_s"][1]])
-        return {"reference_over_profile": middle / expected_s, "after_over_before": after / before}
+        """Prefills and steps of the reference requests over the profile's; and prefills behind the load over
+        those before it."""
+        before, after = ran.facts["reference_s"]
+        prefill_s, generation_s = (
+            statistics.median(each[place] for each in (*before, *after)) for place in (0, 1)
+        )
+        step_s = self._model.decode_s(1, REFERENCE_TOKENS + REFERENCE_ANSWER / 2)
+        first_s = self._model.exec_s(REFERENCE_TOKENS, 0) + (step_s if self._model.late else 0.0)
+        return {
+            "prefill_over_profile": prefill_s / first_s,
+            "step_over_profile": generation_s / (REFERENCE_ANSWER - 1) / step_s,
+            "after_over_before": statistics.median(each[0] for each in after)
+            / statistics.median(each[0] for each in before),
+        }
 
     def _errors(
         self, case: str, by: str, ours: Sequence[Times], real: Sequence[Times]
@@ -129,14 +138,20 @@ class Tables:
         )  # fmt: skip
 
     def _others(
-        self, cell: Cell, replayed: Replayed, both: Sequence[str], real: Sequence[Times], drift: float
+        self,
+        cell: Cell,
+        replayed: Replayed,
+        both: Sequence[str],
+        real: Sequence[Times],
+        drift: Mapping[str, float],
     ) -> None:
         """Rows of baselines and of changed constants."""
         name = cell.name
+        drifted = slower(self._profile, drift["prefill_over_profile"], drift["step_over_profile"])
         for by, model, changes in (
             ("twice the links' bandwidth", self._links, dict.fromkeys(LINKS, 2.0)),
             ("twice the bandwidth of passes", self._memory, {}),
-            ("simulator, times scaled by the reference", slower(self._profile, drift, drift), {}),
+            ("simulator, times scaled by the reference", drifted, {}),
             (f"simulator, times scaled by the cells at {LEAST}", self._paced(cell), {}),
         ):
             if model is not None:

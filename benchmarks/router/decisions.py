@@ -56,7 +56,7 @@ PROFILE = Profile(
         Rest(1e-3, 1e-6),
         Outside(4e-3, 1e-7),
     ),
-    decode=Decode(0.01, 2e-4),
+    decode=Decode.linear(0.01, 2e-4),
     tiers={"dram": Link(1e-4, 1e-10), "disk": Link(1e-3, 5e-10)},
     transfer=Link(2e-3, 2e-10),
 )

@@ -143,7 +143,9 @@ def run(given: Arguments, url: str, progress: measure.Progress) -> profile.Profi
                 raise
             except PeerError as error:
                 found.notes.append(f"operators were not measured: {error}")
-        found.decode = measure.decode(bench, instance, tokens, max(2, given.rounds // 2), progress)
+        found.decode = measure.decode(
+            bench, instance, facts, tokens, longest, max(2, given.rounds // 2), progress
+        )
         found.disturbed = bench.disturbed
     finally:
         instance.close()

@@ -32,6 +32,8 @@ class Facts:
     """New tokens that it computes in one piece; None for any number."""
     caches: bool
     """Whether it keeps prefixes at all."""
+    running: int | None = None
+    """Requests that it generates for at a time, at most; None where it does not report it."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,8 @@ class Instance:
         info = self._json("GET", "/server_info")
         try:
             chunk = info.get("chunked_prefill_size")
+            state = (info.get("internal_states") or [{}])[0]
+            running = state.get("effective_max_running_requests_per_dp")
             return Facts(
                 model=str(info["served_model_name"]),
                 model_path=str(info["model_path"]),
@@ -89,8 +93,9 @@ class Instance:
                 capacity=int(info["max_total_num_tokens"]),
                 chunk=int(chunk) if isinstance(chunk, int) and chunk > 0 else None,
                 caches=not info.get("disable_radix_cache"),
+                running=int(running) if isinstance(running, int) and running > 0 else None,
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise PeerError(f"{self.url} is no SGLang server that can be measured: {error!r}") from error
 
     def load(self) -> Load:
@@ -103,11 +108,15 @@ class Instance:
 
     # -- measurements -----------------------------------------------------------------------------
 
-    def prefill(self, prompt: Sequence[int]) -> Timed:
-        """Send a prompt for one token; returns new tokens, cached tokens, and the time to first token."""
+    def prefill(self, prompt: Sequence[int], answer: int = 1) -> Timed:
+        """Send a prompt; returns new tokens, cached tokens, and the time to first token.
+
+        Args:
+            answer: tokens to generate.
+        """
         begin = time.perf_counter()
         seconds, meta = 0.0, None
-        for event in self._stream(prompt, 1):
+        for event in self._stream(prompt, answer):
             seconds = seconds or time.perf_counter() - begin
             meta = event.get("meta_info")
         if meta is None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +17,7 @@ from typing import Any
 from sglang_ext.calibration import trace
 from sglang_ext.calibration.instance import Facts, Instance
 from sglang_ext.calibration.plan import Point, Tokens, shuffled
-from sglang_ext.cost_model.fitting import Shape, Timed, TimedStep, typical
+from sglang_ext.cost_model.fitting import Shape, Timed, TimedStep, fit_decode
 from sglang_ext.cost_model.profile import Decode
 from sglang_ext.errors import ConfigError, PeerError
 
@@ -23,7 +25,12 @@ SAFE_VOCABULARY = 1000
 """Every model has these ids; used where its configuration cannot be read."""
 TRACE_WAIT_S = 30.0
 DECODE_TOKENS = 24
-DECODE_BATCHES = (1, 4)
+DECODE_BATCHES = (1, 2, 3, 4, 6, 8, 16, 32)
+"""Requests that are generated for side by side."""
+DECODE_PROMPT = 32
+LONG_BATCH = 4
+"""Of these, the requests that also get long prompts."""
+LATE_ROUNDS = 5
 POLL_S = 0.05
 LOAD_AGE_S = 2.0
 CHECK_S = 5.0
@@ -224,21 +231,49 @@ def _await(folder: Path, name: str) -> Path:
     )
 
 
-def decode(bench: Bench, instance: Instance, tokens: Tokens, rounds: int, progress: Progress) -> Decode:
-    """Steps of generation of one request and of several."""
-    seconds: dict[int, float] = {}
-    of = rounds * len(DECODE_BATCHES)
-    for place, batch in enumerate(DECODE_BATCHES):
-        times = []
-        for number in range(rounds):
-            progress("decode", place * rounds + number, of)
-            bench.require_idle()
-            times.append(instance.decode_step([tokens.fresh(32) for _ in range(batch)], DECODE_TOKENS))
-        seconds[batch] = typical(times)
+def decode(
+    bench: Bench,
+    instance: Instance,
+    facts: Facts,
+    tokens: Tokens,
+    longest: int,
+    rounds: int,
+    progress: Progress,
+) -> Decode:
+    """Steps of generation of batches of several sizes, with short prompts and with long ones.
+
+    Args:
+        longest: tokens of the longest prompt.
+    """
+    fits = facts.capacity // (2 * (DECODE_PROMPT + DECODE_TOKENS))
+    sizes = [size for size in DECODE_BATCHES if size <= min(fits, facts.running or fits)]
+    batch = min(LONG_BATCH, sizes[-1])
+    long = min(longest, facts.capacity // (4 * batch) - DECODE_TOKENS)
+    cases = [*((size, DECODE_PROMPT) for size in sizes), (batch, long)]
+    prompts = {(size, length): [tokens.fresh(length) for _ in range(size)] for size, length in cases}
+    for prompt in itertools.chain(*prompts.values()):
+        # With these in its cache, the instance begins to generate for a whole batch in one pass.
+        instance.prefill(prompt)
+    seconds: dict[tuple[int, int], list[float]] = {case: [] for case in cases}
+    of = rounds * len(cases) + LATE_ROUNDS
+    for number, case in enumerate(cases * rounds):
+        progress("decode", number, of)
+        bench.require_idle()
+        seconds[case].append(instance.decode_step(prompts[case], DECODE_TOKENS))
+    firsts: tuple[list[float], list[float]] = ([], [])
+    for number in range(LATE_ROUNDS):
+        progress("decode", rounds * len(cases) + number, of)
+        for found, answer in zip(firsts, (1, 2), strict=True):
+            found.append(instance.prefill(tokens.fresh(DECODE_PROMPT), answer).seconds)
     progress("decode", of, of)
-    (few, one), (many, all_of_them) = seconds.items()
-    per_request = max(0.0, (all_of_them - one) / (many - few))
-    return Decode(max(0.0, one - per_request * few), per_request)
+    middle = {case: statistics.median(times) for case, times in seconds.items()}
+    one, two = (statistics.median(found) for found in firsts)
+    return fit_decode(
+        {size: middle[size, DECODE_PROMPT] for size in sizes},
+        DECODE_PROMPT + DECODE_TOKENS // 2,
+        (batch, long + DECODE_TOKENS // 2, middle[batch, long]),
+        late=two - one > middle[1, DECODE_PROMPT] / 2,
+    )
 
 
 def longest_prompt(facts: Facts, wanted: int) -> int:

@@ -23,8 +23,6 @@ COMPUTED: Final = 0.5
 """Share of the peak rate of operations that prefills reach."""
 MOVED: Final = 0.7
 """Share of the peak bandwidth of memory that steps of generation reach."""
-USUAL_CONTEXT: Final = 2048
-"""Tokens of a request that generates."""
 LONGEST: Final = 8192
 NUMBER_BYTES: Final = {"float32": 4, "float8": 1, "fp8": 1}
 """Bytes of a number, by a part of its type's name; of others, ``USUAL_BYTES``."""
@@ -198,7 +196,7 @@ def estimated(
         quality=Quality(0, 0.0),
         longest_prompt=LONGEST,
         kv_bytes_per_token=kv_bytes,
-        decode=Decode(weights_s, token_s + USUAL_CONTEXT * kv_bytes * byte_s),
+        decode=Decode.linear(weights_s, token_s, kv_bytes * byte_s, late=device.startswith("cpu")),
         tiers={"dram": Link(1e-4, 1 / rates.loads_bytes_per_s)},
         estimated=True,
         notes=("estimated from the model's shapes and the device's peak rates; nothing was measured",),

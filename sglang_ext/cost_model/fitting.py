@@ -1,9 +1,9 @@
 """From measurements to the two levels of the cost model: least squares, no I/O.
 
-Times that a machine's other work disturbs are too long, never too short. So each time is measured several
-times, and what counts is ``typical``: the median where the repetitions agree, a low quantile where they do
-not. The operators gain most from this: a product of 200 µs fits between two disturbances that a prefill of a
-second cannot avoid.
+Each time is measured several times. Of whole prefills and steps the median counts: disturbances of a
+calibration come while a server serves, too. Of operators ``typical`` counts: the median where the repetitions agree,
+a low quantile where they do not, since a product of 200 µs fits between two disturbances; their sum is then
+scaled to the whole prefills.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from sglang_ext.cost_model.batch import Batch
 from sglang_ext.cost_model.fit import non_negative, relative_errors
 from sglang_ext.cost_model.levels import ArchLevel, OperatorLevel, features
 from sglang_ext.cost_model.operators import Attention, Linear, Link, Outside, Rest, Scaling, Split, Waves
+from sglang_ext.cost_model.profile import Decode
 from sglang_ext.cost_model.sums import products_s
 
 TILE_ROWS = (1, 8, 16, 32, 64, 128, 256)
@@ -74,7 +75,7 @@ class Shape:
 
 
 def typical(seconds: Iterable[float]) -> float:
-    """The time of repetitions of one thing.
+    """The time of repetitions of one operator.
 
     Raises:
         ValueError: there is none.
@@ -94,11 +95,11 @@ def spread(seconds: Iterable[float]) -> float:
 
 
 def merged(samples: Sequence[Timed]) -> list[Timed]:
-    """One per (new, context), with its typical time."""
+    """One per (new, context), with the median of its times."""
     groups: dict[tuple[int, int], list[float]] = {}
     for one in samples:
         groups.setdefault((one.new, one.context), []).append(one.seconds)
-    return [Timed(new, context, typical(times)) for (new, context), times in sorted(groups.items())]
+    return [Timed(*point, float(np.median(times))) for point, times in sorted(groups.items())]
 
 
 # -- arch level -------------------------------------------------------------------------------------
@@ -297,3 +298,28 @@ def fit_operators(
         stage_link=stage_link,
     )
     return fit_outside(samples, level)
+
+
+# -- generation -------------------------------------------------------------------------------------
+
+
+def fit_decode(
+    steps: Mapping[int, float], context: int, long: tuple[int, int, float], *, late: bool
+) -> Decode:
+    """Steps of generation.
+
+    Args:
+        steps: seconds, by requests of the batch; of one request and, where the instance generates for more,
+            of larger batches.
+        context: tokens that each of these requests had.
+        long: requests of one of these batches with longer contexts, tokens of each, and seconds.
+        late: see ``Decode``.
+    """
+    batch, tokens, long_s = long
+    more = batch * (tokens - context)
+    per_token_s = max(0.0, (long_s - steps[batch]) / more) if more > 0 else 0.0
+    sizes = sorted(steps)
+    without = [max(0.0, steps[size] - per_token_s * size * context) for size in sizes]
+    if len(sizes) == 1:
+        return Decode.linear(0.0, without[0], per_token_s, late=late)
+    return Decode(tuple(sizes), tuple(without), per_token_s, late)

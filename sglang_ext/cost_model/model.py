@@ -58,8 +58,10 @@ REMEMBERED = 4096
 """Results of exec that are kept; one takes some 10 µs at the operator level."""
 DEFAULT_KV_BYTES = 128 * 1024
 """Of a token: 32 layers, 8 KV heads of 128, 2 bytes."""
+USUAL_CONTEXT = 2048
+"""Tokens of a request that generates, where they are not known."""
 DEFAULT_TRANSFER = Link(fixed_s=2e-3, per_byte_s=1 / 5e9)
-DEFAULT_DECODE = Decode(fixed_s=0.01, per_request_s=2e-4)
+DEFAULT_DECODE = Decode.linear(fixed_s=0.01, per_request_s=2e-4)
 
 
 def default_link(tier: Tier) -> Link:
@@ -80,7 +82,8 @@ class CostModel:
         self.kv_bytes_per_token = DEFAULT_KV_BYTES if profile is None else profile.kv_bytes_per_token
         self._tiers = {} if profile is None else {tier_named(n): link for n, link in profile.tiers.items()}
         self._transfer = (profile and profile.transfer) or DEFAULT_TRANSFER
-        self._decode = (profile and profile.decode) or DEFAULT_DECODE
+        self._decode = decode = (profile and profile.decode) or DEFAULT_DECODE
+        self._step_s = functools.lru_cache(maxsize=REMEMBERED)(decode.seconds)
         # A router evaluates every instance, and most instances hold the same part of a prompt: none.
         self._alone_s = functools.lru_cache(maxsize=REMEMBERED)(self._alone)
         self._adding_s = functools.lru_cache(maxsize=REMEMBERED)(self._adding)
@@ -126,10 +129,15 @@ class CostModel:
             batching: how the server fills its passes.
             running: requests that it generates for.
         """
-        steps_s = self._decode.per_request_s * running if batching.mixed else 0.0
+        steps_s = self.beside_s * running if batching.mixed else 0.0
         batch_s = self.execution.batch_s
         pass_s = (lambda batch: batch_s(batch) + steps_s) if steps_s else batch_s
         return Passes(pass_s, self.execution.around_s, batching)
+
+    @property
+    def beside_s(self) -> float:
+        """That each request's step adds to a pass with prompts (``Batching.mixed``)."""
+        return self._decode.per_request_s + self._decode.per_token_s * USUAL_CONTEXT
 
     def load_s(self, tier: Tier, nbytes: float) -> float:
         """load(tier, bytes): from a tier of the instance's own to HBM."""
@@ -143,9 +151,21 @@ class CostModel:
         """transfer(y, y'): the KV of ``tokens`` = x·(y' - y) from another instance."""
         return self._transfer.seconds(float(tokens) * self.kv_bytes_per_token)
 
-    def decode_s(self, requests: int) -> float:
-        """One step of generation of so many requests."""
-        return self._decode.seconds(requests)
+    @property
+    def late(self) -> bool:
+        """See ``Decode.late``."""
+        return self._decode.late
+
+    def decode_s(self, requests: int, tokens: float | None = None) -> float:
+        """One step of generation.
+
+        Args:
+            requests: at least one.
+            tokens: of the contexts of all requests together; ``USUAL_CONTEXT`` for each by default.
+        """
+        if tokens is None:
+            tokens = USUAL_CONTEXT * requests
+        return self._step_s(requests) + self._decode.per_token_s * tokens
 
     def __repr__(self) -> str:
         return f"CostModel({self.profile.identity if self.profile else 'defaults'})"

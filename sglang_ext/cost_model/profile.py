@@ -7,14 +7,17 @@ impossible, is refused with the field's name; nothing is guessed.
 
 from __future__ import annotations
 
+import bisect
 import hashlib
+import itertools
+import logging
 import math
 import os
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
@@ -23,7 +26,9 @@ from sglang_ext.cost_model.operators import Link, Part
 from sglang_ext.errors import ConfigError
 from sglang_ext.tiers import Tier, tiers_below
 
-SCHEMA = 1
+logger = logging.getLogger(__name__)
+
+SCHEMA = 2
 DIRECTORY_VARIABLE = "SGLANG_EXT_PROFILE_DIR"
 FIELD = "--cost-profile"
 MAX_BYTES = 1 << 20
@@ -34,13 +39,53 @@ _MAY_BE_NEGATIVE = frozenset({"a", "e"})
 
 
 class Decode(Part, frozen=True):
-    """One step of generation: fixed, and per request of the batch."""
+    """One step of generation, by the requests of the batch and the tokens of their contexts.
 
-    fixed_s: float
-    per_request_s: float
+    Between two measured batches, seconds change linearly with the requests. On a GPU the first ones take
+    nearly the same time; on a CPU the second may add as much as the first, and three requests take longer
+    than four, by the kernels for so few rows.
+    """
+
+    requests: tuple[int, ...]
+    """Of each measured batch, ascending; at least two, the first of one request."""
+    steps_s: tuple[float, ...]
+    """Seconds of a step of each, contexts left out."""
+    per_token_s: float = 0.0
+    """To read the KV of one token of a request's context."""
+    late: bool = False
+    """A token leaves the server when the next step or pass has run: SGLang's overlapping scheduler launches
+    that before it looks at results, and on a CPU a launch returns with the result."""
+
+    @classmethod
+    def linear(
+        cls, fixed_s: float, per_request_s: float, per_token_s: float = 0.0, *, late: bool = False
+    ) -> Self:
+        """Each request of a batch takes as long as another one."""
+        return cls((1, 2), (fixed_s + per_request_s, fixed_s + 2 * per_request_s), per_token_s, late)
 
     def seconds(self, requests: int) -> float:
-        return self.fixed_s + self.per_request_s * requests
+        """Of a step of at least one request, contexts left out."""
+        sizes, steps_s = self.requests, self.steps_s
+        if requests > sizes[-1]:
+            return steps_s[-1] + self.per_request_s * (requests - sizes[-1])
+        place = bisect.bisect_left(sizes, requests)
+        if sizes[place] == requests:
+            return steps_s[place]
+        share = (sizes[place] - requests) / (sizes[place] - sizes[place - 1])
+        return share * steps_s[place - 1] + (1 - share) * steps_s[place]
+
+    @property
+    def per_request_s(self) -> float:
+        """That a request adds to a batch, on average; and to larger ones than were measured."""
+        return max(0.0, self.steps_s[-1] - self.steps_s[0]) / (self.requests[-1] - self.requests[0])
+
+    def times(self, factor: float) -> Self:
+        """On a device that takes so many times as long."""
+        return msgspec.structs.replace(
+            self,
+            steps_s=tuple(factor * seconds for seconds in self.steps_s),
+            per_token_s=factor * self.per_token_s,
+        )
 
 
 class Identity(Part, frozen=True):
@@ -178,12 +223,13 @@ def load(path: Path) -> Profile:
 
 
 def find(model: str, *, tp: int | None = None, folder: Path | None = None) -> list[Path]:
-    """The kept profiles of a model, the newest first; files that are no profiles are passed over."""
+    """The kept profiles of a model, the newest first. A file that is none is left out, with a warning."""
     found = []
     for path in sorted((folder or directory()).glob("*.json")):
         try:
             profile = load(path)
-        except ConfigError:
+        except ConfigError as error:
+            logger.warning("a kept cost profile is left out: %s", error)
             continue
         if profile.identity.model == model and tp in (None, profile.identity.tp):
             found.append((profile.measured_at, path))
@@ -226,8 +272,18 @@ def check(profile: Profile, where: str) -> None:
     known = [tier.name for tier in tiers_below(Tier.HBM)]
     if unknown := set(profile.tiers).difference(known):
         refuse("tiers", f"names {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    if profile.decode is not None:
+        _check_decode(profile.decode, refuse)
     if profile.operators is not None:
         _check_operators(profile.operators, refuse)
+
+
+def _check_decode(decode: Decode, refuse: Any) -> None:
+    sizes, steps_s = decode.requests, decode.steps_s
+    if len(sizes) != len(steps_s) or len(sizes) < 2 or sizes[0] != 1:
+        refuse("decode.requests", f"has batches of {sizes} requests for {len(steps_s)} times; the first is 1")
+    if any(a >= b for a, b in itertools.pairwise(sizes)):
+        refuse("decode.requests", f"is {sizes}, and must ascend")
 
 
 def _check_operators(level: OperatorLevel, refuse: Any) -> None:

@@ -16,7 +16,7 @@ import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 from sglang_ext.cost_model import CostModel
@@ -42,6 +42,8 @@ from sglang_ext.tiers import Tier
 
 BLOCK_BYTES = BLOCK_TOKENS * TOKEN_BYTES
 WAIT_OVER_S = 1e-6
+STRETCH = 64
+"""The most steps whose times are taken for equal, though contexts grow."""
 LOOK_AGAIN_S = 5e-3
 """Between two looks at requests that wait for the disk: one may have waited long enough."""
 
@@ -192,6 +194,12 @@ class Instance:
         """The request whose prompt was cut, and goes on in the next pass."""
         self._running: list[tuple[int, int, Job]] = []
         """A heap: the step at which an answer ends, a number, and its request."""
+        self._contexts = 0
+        """Tokens of all running requests, less the steps since the start of each."""
+        self._results: list[tuple[Job, asyncio.Future[None]]] = []
+        """That leave when the next pass or step has run (``Decode.late``)."""
+        self._leaving: deque[list[tuple[Job, asyncio.Future[None]]]] = deque()
+        """The same of passes and steps before the one that runs."""
         self._numbers = itertools.count()
         self._full = False
         """HBM had no room for the next request, and none has ended since (``batch_is_full``)."""
@@ -413,6 +421,7 @@ class Instance:
         else:
             entry = (self._step + job.output - job.made, next(self._numbers), job)
             heapq.heappush(self._running, entry)
+            self._contexts += job.length - job.seen
 
     def _see(self, job: Job) -> None:
         """Take note of the steps that a running request has had."""
@@ -439,6 +448,9 @@ class Instance:
         self._dead = True
         if self._turn_at is not None:
             self._turn_at.cancel()
+        self._leave(self._results)
+        while self._leaving:
+            self._leave_next()
         self.engine.close()
         self.arrivals.close()
         if self.returns is not None:
@@ -453,7 +465,7 @@ class Instance:
         now = self._loop.time()
         due = now
         if self._running:
-            step_s = self._model.decode_s(len(self._running))
+            step_s = self._step_s()
             done = int((now - self._since) / step_s)
             due = self._since + (done + 1) * step_s
         self._turn_by(due)
@@ -489,9 +501,28 @@ class Instance:
             self._begin_steps()
         elif not self._waiting:
             self._ratio.reset()
+        if self._results:
+            self._hold_results()
         if not self._computing and (alarm := self.engine.prefetcher.alarm) < math.inf:
             self._turn_by(max(now, alarm))
         self._published()
+
+    def _hold_results(self) -> None:
+        """Results leave when the pass or step that now begins has run; at once if none does."""
+        self._leaving.append(self._results)
+        self._results = []
+        if self._computing:
+            self._loop.call_at(self._due, self._leave_next)
+        elif self._running:
+            self._loop.call_at(self._since + self._step_s(), self._leave_next)
+        else:
+            self._leave_next()
+
+    def _step_s(self) -> float:
+        """A step of the running requests, until the next one ends."""
+        running = len(self._running)
+        steps = min(self._running[0][0] - self._step, STRETCH)
+        return self._model.decode_s(running, self._contexts + running * (self._step + (steps - 1) / 2))
 
     def _begin_steps(self) -> None:
         """Generate until an answer ends or fills HBM."""
@@ -500,8 +531,8 @@ class Instance:
             self._retract()
             fitting = max(1, self._usable_slots // len(self._running)) if self._running else 0
         if self._running:
-            step_s = self._model.decode_s(len(self._running))
-            self._turn_by(self._since + max(1, min(fitting, self._running[0][0] - self._step)) * step_s)
+            steps = min(fitting, self._running[0][0] - self._step, STRETCH)
+            self._turn_by(self._since + max(1, steps) * self._step_s())
 
     def _note_queue(self, now: float) -> None:
         if self._waiting and self._queued_since is None:
@@ -513,7 +544,7 @@ class Instance:
     def _generate(self, now: float) -> None:
         """Take note of the steps since the last turn, and end the answers that are complete."""
         while self._running:
-            step_s = self._model.decode_s(len(self._running))
+            step_s = self._step_s()
             steps = int((now - self._since) / step_s + 1e-6)
             steps = min(steps, self._running[0][0] - self._step)
             if steps and self._grows:
@@ -526,7 +557,9 @@ class Instance:
             self._take_steps(steps, step_s)
             while self._running and self._running[0][0] <= self._step:
                 self._full = False
-                self._end(heapq.heappop(self._running)[2])
+                job = heapq.heappop(self._running)[2]
+                self._contexts -= job.length - job.seen
+                self._end(job)
 
     def _take_steps(self, steps: int, step_s: float) -> None:
         tokens = steps * len(self._running)
@@ -565,6 +598,7 @@ class Instance:
         self._ratio.retracted([(job.made, job.output) for _, _, job in kept])
         self._running = kept
         heapq.heapify(self._running)
+        self._contexts = sum(job.length - job.seen for _, _, job in kept)
         self._full = False
         self.work.retracted += len(gone)
         for job in gone:
@@ -710,7 +744,8 @@ class Instance:
             job.began_at = job.began_at or now
         if self._turn_at is not None:
             self._turn_at.cancel()
-        self._turn_at = self._loop.call_later(seconds, self._computed, batch)
+        self._due = now + seconds
+        self._turn_at = self._loop.call_at(self._due, self._computed, batch)
 
     def _pass_s(self, lengths: list[tuple[int, int]]) -> float:
         """Of a pass that computes so many tokens of each request, behind so many that have KV."""
@@ -737,9 +772,7 @@ class Instance:
                 self._cut, self._full = job, False
                 continue
             job.made += 1
-            if not job.first.done():
-                job.computed_at = self._since
-                job.first.set_result(None)
+            self._has_result(job, job.first)
             if job.hands_over:
                 self._full = False
                 self._offered[job] = None
@@ -777,8 +810,25 @@ class Instance:
             self._give_back(job)
         self._release(job)
         self.work.held_token_s += (job.tokens + job.output) * (self._loop.time() - job.admitted_at)
-        if not job.last.done():
-            job.last.set_result(None)
+        self._has_result(job, job.last)
+
+    def _has_result(self, job: Job, of: asyncio.Future[None]) -> None:
+        """A request has its first token, or its last."""
+        if self._model.late and job.observed is None:
+            self._results.append((job, of))
+        else:
+            self._leave([(job, of)])
+
+    def _leave(self, results: Sequence[tuple[Job, asyncio.Future[None]]]) -> None:
+        for job, future in results:
+            if not future.done():
+                if future is job.first:
+                    job.computed_at = self._loop.time()
+                future.set_result(None)
+
+    def _leave_next(self) -> None:
+        if self._leaving:
+            self._leave(self._leaving.popleft())
 
     def _release(self, job: Job) -> None:
         """Unlock a request's prefix, and free its own slots."""

@@ -70,7 +70,7 @@ def recorded(cell: Cell, made: Profile, rate: float = 4.0) -> Ran:
     lines += [lines[-1]] * REFERENCES
     facts = {
         "warm": WARM, "references": REFERENCES, "rate": rate, "users": 0, "load_1m": 0.0,
-        "reference_s": [[0.1, 0.1], [0.11, 0.11]],
+        "reference_s": [[(0.1, 0.2)] * 2, [(0.11, 0.2)] * 2],
     }  # fmt: skip
     return Ran(cell, facts, lines)
 

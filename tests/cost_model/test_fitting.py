@@ -16,6 +16,7 @@ from sglang_ext.cost_model.fitting import (
     find_linears,
     fit_arch,
     fit_attention,
+    fit_decode,
     fit_operators,
     fit_rest,
     fit_scaling,
@@ -24,6 +25,7 @@ from sglang_ext.cost_model.fitting import (
 )
 from sglang_ext.cost_model.levels import ArchLevel, OperatorLevel
 from sglang_ext.cost_model.operators import Attention, Linear, Link, Outside, Rest, Waves
+from sglang_ext.cost_model.profile import Decode
 from sglang_ext.cost_model.sums import products_s
 
 SHAPE = Shape(layers=2, hidden=64, activation_bytes=4)
@@ -177,3 +179,18 @@ def test_the_constants_of_a_parallelism_are_found_again() -> None:
         fit_scaling(arch, samples[:1])
     with pytest.raises(ValueError, match="no longer"):
         fit_scaling(arch, [Timed(100, 0, 1.0), Timed(1000, 0, 0.1)])
+
+
+def test_steps_of_generation_are_told_from_their_contexts() -> None:
+    truth = Decode((1, 2, 4), (0.020, 0.036, 0.034), 2e-6, late=True)
+    steps = {count: truth.seconds(count) + truth.per_token_s * count * 44 for count in truth.requests}
+    long_s = truth.seconds(4) + truth.per_token_s * 4 * 900
+    found = fit_decode(steps, 44, (4, 900, long_s), late=True)
+    assert (found.requests, found.late) == (truth.requests, True)
+    assert found.steps_s == pytest.approx(truth.steps_s)
+    assert found.per_token_s == pytest.approx(2e-6)
+    # An instance that generates for one request at a time.
+    assert fit_decode({1: 0.02}, 44, (1, 44, 0.02), late=False).seconds(1) == pytest.approx(0.02)
+    # A long context that was faster, and one that is no longer than the short one, say nothing.
+    assert fit_decode(steps, 44, (4, 900, 0.01), late=False).per_token_s == 0.0
+    assert fit_decode(steps, 44, (4, 44, 1.0), late=False).per_token_s == 0.0

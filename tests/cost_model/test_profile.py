@@ -27,6 +27,7 @@ from sglang_ext.cost_model import (
     load,
     save,
 )
+from sglang_ext.cost_model.model import USUAL_CONTEXT
 from sglang_ext.cost_model.profile import SCHEMA, directory, find
 from sglang_ext.errors import ConfigError
 from sglang_ext.router.placing.profiles import cost_model_for, load_named
@@ -52,7 +53,7 @@ def profile(**changes) -> Profile:
             Outside(4e-3),
             reductions={"2": Link(1e-4, 1e-9)},
         ),
-        "decode": Decode(0.01, 0.001),
+        "decode": Decode.linear(0.01, 0.001),
         "tiers": {"dram": Link(1e-3, 1e-10), "disk": Link(2e-3, 1e-9)},
         "transfer": Link(5e-3, 1e-9),
         "measured_at": "2024-06-25T00:00:00+00:00",
@@ -135,6 +136,10 @@ def edited(path: Path, where: str, value: object) -> None:
         ("tiers.tape", {"fixed_s": 1, "per_byte_s": 1}, "tape"),
         ("tiers.dram.per_byte_s", -1, "per_byte_s"),
         ("transfer.fixed_s", None, "fixed_s"),
+        ("decode.requests", [1], "decode.requests has batches"),
+        ("decode.requests", [2, 3], "decode.requests has batches"),
+        ("decode.requests", [1, 1], "decode.requests is .* must ascend"),
+        ("decode.steps_s.1", -0.1, r"decode.steps_s\[1\]"),
     ],
 )
 def test_a_damaged_profile_is_refused_by_name(tmp_path, where, value, said) -> None:
@@ -189,6 +194,21 @@ def test_costs_come_from_the_profile() -> None:
     assert model.transfer_s(0) == 0
     assert model.decode_s(10) == pytest.approx(0.02)
     assert model.exec_s(0, 500) == model.exec_s(1, 500)
+
+
+def test_a_step_follows_the_measured_batches_and_the_contexts() -> None:
+    # As measured on a CPU, where three requests take longer than four.
+    decode = Decode((1, 2, 3, 4, 8), (0.020, 0.036, 0.046, 0.036, 0.042), 1e-6)
+    model = CostModel(profile(decode=decode))
+    assert [model.decode_s(count, 0) for count in (1, 3, 4)] == pytest.approx([0.020, 0.046, 0.036])
+    assert model.decode_s(6, 0) == pytest.approx(0.039)
+    assert model.decode_s(15, 0) == pytest.approx(0.042 + 7 * 0.022 / 7)
+    assert model.decode_s(4, 10_000) == pytest.approx(0.036 + 0.01)
+    assert model.decode_s(4) == model.decode_s(4, 4 * USUAL_CONTEXT)
+    assert model.beside_s == pytest.approx(0.022 / 7 + USUAL_CONTEXT * 1e-6)
+    falling = CostModel(profile(decode=Decode((1, 2), (0.02, 0.01))))
+    assert falling.decode_s(5, 0) == pytest.approx(0.01)
+    assert decode.times(2).seconds(6) == pytest.approx(0.078)
 
 
 def test_without_a_profile_there_are_defaults() -> None:

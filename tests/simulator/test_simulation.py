@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from sglang_ext.cost_model import CostModel
+from sglang_ext.cost_model import ArchLevel, CostModel, Decode, Identity, Profile, Quality
 from sglang_ext.cost_model.batch import Batching
+from sglang_ext.cost_model.profile import SCHEMA
 from sglang_ext.errors import ConfigError
 from sglang_ext.simulator import command
 from sglang_ext.simulator.command import REPORT_S, Reports
@@ -26,17 +28,30 @@ from sglang_ext.tiers import Tier
 SMALL = "hbm=700,dram=1500,requests=150"
 
 
-def simulated(text: str, sessions: Iterator[Session] | None = None) -> Outcome:
+def simulated(text: str, sessions: Iterator[Session] | None = None, decode: Decode | None = None) -> Outcome:
     """The outcome, after all invariants were verified."""
     settings = changed(Settings(), text)
+    model = CostModel()
+    if decode is not None:
+        model = CostModel(msgspec.structs.replace(PROFILE, decode=decode))
     loop = VirtualLoop()
     try:
-        run = Simulation(settings, CostModel(), loop, sessions or mixed(settings))
+        run = Simulation(settings, model, loop, sessions or mixed(settings))
         loop.run_until_complete(run.run())
         run.check()
         return run.outcome
     finally:
         loop.close()
+
+
+PROFILE = Profile(
+    schema=SCHEMA,
+    identity=Identity("a/model", "a device", "bfloat16"),
+    arch=ArchLevel((0.02, 0.0, 1e-4, 0.0, 0.0, 0.0)),
+    quality=Quality(1, 0.0),
+    longest_prompt=4096,
+    kv_bytes_per_token=4096,
+)
 
 
 @dataclass(frozen=True)
@@ -95,6 +110,41 @@ def test_one_request_takes_the_time_that_the_cost_model_gives_it() -> None:
     model, settings = CostModel(), Settings()
     assert found.ttft[0] == pytest.approx(model.exec_s(1000, 0, Batching(chunk=settings.chunk)))
     assert found.jct[0] - found.ttft[0] == pytest.approx(10 * model.decode_s(1))
+
+
+def test_a_step_takes_longer_behind_a_long_prompt() -> None:
+    decode = Decode.linear(0.01, 0.001, per_token_s=1e-6)
+    for tokens in (1000, 3000):
+        turn = Turn(text(tokens), text(41, 1))
+        found = simulated("instances=1,requests=1", iter([Fixed((turn,))]), decode=decode)
+        # 40 steps, by their mean context.
+        step_s = 0.011 + (tokens + 1 + 19.5) * 1e-6
+        assert found.jct[0] - found.ttft[0] == pytest.approx(40 * step_s, rel=1e-4)
+
+
+def test_late_results_wait_for_the_next_step_or_pass() -> None:
+    """Where a server hands a token out when the next pass or step has run (`Decode.late`)."""
+    linear = Decode.linear(0.01, 0.001)
+    late = msgspec.structs.replace(linear, late=True)
+
+    def times(answers: tuple[int, ...], decode: Decode) -> list[tuple[float, float]]:
+        """TTFT and JCT; each request but the first comes while the pass of the one before runs."""
+        sessions = (
+            Fixed((Turn(text(1000, number), text(answer, 100 + number)),), 0.01 * number, f"s{number}")
+            for number, answer in enumerate(answers)
+        )
+        found = simulated(f"instances=1,requests={len(answers)},hints=0", sessions, decode=decode)
+        return list(zip(found.ttft, found.jct, strict=True))
+
+    ((ttft, jct),) = times((11,), linear)
+    # A step later; the last step's result leaves at once, because no other follows it.
+    assert times((11,), late) == [pytest.approx((ttft + 0.011, jct))]
+    # The only token of an answer comes with its pass.
+    assert times((1,), late) == times((1,), linear)
+    # The pass of a second request holds the first one's token back, and both end no later.
+    early, held = sorted(times((11, 11), linear)), sorted(times((11, 11), late))
+    assert held[0][0] - early[0][0] == pytest.approx(early[1][0] - early[0][0] + 0.01, abs=1e-3)
+    assert max(jct for _, jct in held) == pytest.approx(max(jct for _, jct in early))
 
 
 def test_a_prompt_that_hbm_can_never_hold_is_refused_and_an_answer_ends_where_hbm_does() -> None:

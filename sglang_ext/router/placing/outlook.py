@@ -38,12 +38,8 @@ class Steps:
 
     def __init__(self, model: CostModel, most: int) -> None:
         self.model, self.most = model, most
-        step_s = model.decode_s(0)
-        self.per_request_s = model.decode_s(1) - step_s
-        self.fixed_s: Numbers = np.full(most + 1, step_s)
-        self.fixed_s[0] = 0.0
-        self.added_s: Numbers = np.arange(most + 1) * self.per_request_s
-        self.all_s: Numbers = self.fixed_s + self.added_s
+        self.beside_s = model.beside_s
+        self.all_s: Numbers = np.array([0.0, *(model.decode_s(count) for count in range(1, most + 1))])
 
 
 class RouterOutlook(Outlook):
@@ -87,7 +83,7 @@ class RouterOutlook(Outlook):
         most = int(running[running.argmax()])
         self.steps = steps = steps if most <= steps.most else Steps(steps.model, 2 * most)
         self.queue_s = self._queue_s(running if most else None)
-        self.steps_s = steps.per_request_s * table[RUNNING] if mixed else None
+        self.steps_s = steps.beside_s * table[RUNNING] if mixed else None
         disks_observed, fetches_observed = observed
         self.even_disks, self.even_fetches = not disks_observed, not fetches_observed
         self._disk_factor: Numbers | None = None
@@ -112,8 +108,7 @@ class RouterOutlook(Outlook):
             left_s -= self._now - table[REPORTED]
             seconds += np.maximum(left_s, _NO_S, out=left_s)
         if running is not None:
-            seconds += steps.fixed_s.take(running)
-            seconds += steps.added_s.take(running)
+            seconds += steps.all_s.take(running)
         return seconds
 
     @property

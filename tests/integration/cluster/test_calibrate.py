@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from sglang_ext.calibration.command import main
+from sglang_ext.calibration.measure import DECODE_BATCHES
 from sglang_ext.cost_model import Batch, CostModel, Profile, load, save
 from sglang_ext.testing.models import model_path
 from tests.support.servers.server import ServerProcess, ServerSpec
@@ -52,8 +52,10 @@ def test_a_running_server_is_calibrated(get_server, tmp_path, capsys) -> None:
     model = CostModel(profile)
     assert model.exec_s(512, 0) >= model.exec_s(16, 0) > 0
     assert profile.decode is not None
-    assert profile.decode.seconds(1) >= 0
-    assert json.loads(path.read_text())["schema"] == 1
+    assert profile.decode.requests == DECODE_BATCHES
+    assert all(seconds > 0 for seconds in profile.decode.steps_s)
+    # SGLang's overlapping scheduler waits for each launch on a CPU.
+    assert profile.decode.late
     _scale(server, profile, path, capsys)
 
 

@@ -46,7 +46,7 @@ def profile(operators: OperatorLevel | None) -> Profile:
         longest_prompt=8192,
         kv_bytes_per_token=1 << 17,
         operators=operators,
-        decode=Decode(0.01, 2e-4),
+        decode=Decode.linear(0.01, 2e-4),
         tiers={"dram": Link(1e-4, 1e-10), "disk": Link(1e-3, 5e-10)},
         transfer=Link(2e-3, 2e-10),
     )
