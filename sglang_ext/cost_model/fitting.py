@@ -1,9 +1,9 @@
 """From measurements to the two levels of the cost model: least squares, no I/O.
 
 Each time is measured several times. Of whole prefills and steps the median counts: disturbances of a
-calibration come while a server serves, too. Of operators ``typical`` counts: the median where the repetitions agree,
-a low quantile where they do not, since a product of 200 µs fits between two disturbances; their sum is then
-scaled to the whole prefills.
+calibration come while a server serves, too. Of operators ``typical`` counts: the median where the repetitions
+agree, a low quantile where they do not, since a product of 200 µs fits between two disturbances; their sum is
+then scaled to the whole prefills.
 """
 
 from __future__ import annotations

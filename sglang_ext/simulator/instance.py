@@ -199,7 +199,7 @@ class Instance:
         self._results: list[tuple[Job, asyncio.Future[None]]] = []
         """That leave when the next pass or step has run (``Decode.late``)."""
         self._leaving: deque[list[tuple[Job, asyncio.Future[None]]]] = deque()
-        """The same of passes and steps before the one that runs."""
+        """Results of earlier passes and steps, in their order, that leave at the end of a later one."""
         self._numbers = itertools.count()
         self._full = False
         """HBM had no room for the next request, and none has ended since (``batch_is_full``)."""
