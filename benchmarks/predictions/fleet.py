@@ -10,7 +10,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +41,10 @@ from tests.support.servers.server import ServerProcess, ServerSpec
 
 CHUNK: Final = 2048
 KEY: Final = "a-benchmark-s-key-0123456789-abcdefghij\n"
-REFERENCES: Final = 5
+PARTS: Final = 5
+"""Of a load, between which reference requests are sent to the idle servers."""
+REFERENCES: Final = 3
+"""At a time."""
 REFERENCE_TOKENS: Final = 512
 REFERENCE_ANSWER: Final = 24
 CAPACITY_S: Final = 24.0
@@ -169,7 +172,8 @@ class Fleet:
         async with self._routed("cost", None) as router, _client() as client:
             player = Player(client, router.url, hints=self.setup.hints)
             began = time.monotonic()
-            await player.users(0, self.setup.users, 0.0, lambda: time.monotonic() - began > seconds)
+            talks = [user(0, number) for number in range(self.setup.users)]
+            await player.users(talks, 0.0, lambda: time.monotonic() - began > seconds)
         counted = [at for at in player.ended if began + seconds / 3 <= at <= began + seconds]
         return len(counted) / (2 * seconds / 3)
 
@@ -185,17 +189,25 @@ class Fleet:
 
     async def _play(self, cell: Cell, capacity: float, warm: int, count: int, jct_s: float) -> dict[str, Any]:
         rate, core, stolen = LOADS[cell.load] * capacity, undisturbed(), stolen_s()
+        total = warm + count
         users = users_for(rate, jct_s) if cell.closed else 0
+        talks = [user(cell.seed, number) for number in range(users)]
+        load = arriving(cell.seed, total)
         async with self._routed(cell.policy, self._folder.recording(cell)) as router, _client() as client:
-            before = await self._references(client, router.url, cell, "before")
-            began = time.monotonic()
             player = Player(client, router.url, hints=self.setup.hints)
-            if cell.closed:
-                await player.users(cell.seed, users, THINK_S, lambda: player.sent >= warm + count)
-            else:
-                await player.arrivals(arriving(cell.seed, warm + count), 1 / rate)
-            took = time.monotonic() - began
-            after = await self._references(client, router.url, cell, "after")
+            places, seconds = await self._references(player, cell, 0)
+            references, took = [seconds], 0.0
+            for part in range(1, PARTS + 1):
+                began, sent = time.monotonic(), part * total // PARTS
+                if cell.closed:
+                    until_sent = sent + len(places)
+                    await player.users(talks, THINK_S, lambda: player.sent >= until_sent)  # noqa: B023
+                else:
+                    await player.arrivals(load[(part - 1) * total // PARTS : sent], 1 / rate)
+                took += time.monotonic() - began
+                more, seconds = await self._references(player, cell, part)
+                places += more
+                references.append(seconds)
         return {
             "capacity": capacity,
             "rate": rate,
@@ -203,23 +215,28 @@ class Fleet:
             "sent": player.sent,
             "seconds": took,
             "warm": warm,
-            "references": REFERENCES,
-            "reference_s": [before, after],
+            "reference_places": places,
+            "reference_s": references,
             "core_share": core,
             "stolen_s": stolen_s() - stolen,
             "load_1m": os.getloadavg()[0],
         }
 
     async def _references(
-        self, client: aiohttp.ClientSession, url: str, cell: Cell, when: str
-    ) -> list[tuple[float, float]]:
-        """Send new prompts, one after the other. Returns what `Player.ask` returns for each."""
-        rng, player = random.Random(f"reference {cell.name} {when}"), Player(client, url)
-        found = []
+        self, player: Player, cell: Cell, part: int
+    ) -> tuple[list[int], list[tuple[float, float]]]:
+        """Send new prompts, one after the other.
+
+        Returns:
+            the places of these requests among all that were sent, and what `Player.ask` returns for each.
+        """
+        rng = random.Random(f"reference {cell.name} {part}")
+        places, found = [], []
         for number in range(REFERENCES):
             prompt = tokens(rng, REFERENCE_TOKENS, REFERENCE_TOKENS)
-            found.append(await player.ask(Asked(f"reference-{when}-{number}", prompt, REFERENCE_ANSWER, 0.0)))
-        return found
+            places.append(player.sent)
+            found.append(await player.ask(Asked(f"reference-{part}-{number}", prompt, REFERENCE_ANSWER, 0.0)))
+        return places, found
 
 
 @contextlib.asynccontextmanager
@@ -275,19 +292,23 @@ class Player:
                 await asyncio.sleep(max(0.0, due - time.monotonic()))
                 group.create_task(self.ask(asked))
 
-    async def users(self, seed: int, count: int, think_s: float, over: Callable[[], bool]) -> None:
-        """So many users ask, wait for the answer, and think, until ``over``."""
+    async def users(self, talks: Iterable[Iterator[Asked]], think_s: float, over: Callable[[], bool]) -> None:
+        """Users ask, wait for the answer, and think, until ``over``.
 
-        async def one(number: int) -> None:
-            for asked in user(seed, number):
+        Args:
+            talks: the requests of each.
+        """
+
+        async def one(talk: Iterator[Asked]) -> None:
+            for asked in talk:
                 await asyncio.sleep(asked.gap * think_s)
                 if over():
                     return
                 await self.ask(asked)
 
         async with asyncio.TaskGroup() as group:
-            for number in range(count):
-                group.create_task(one(number))
+            for talk in talks:
+                group.create_task(one(talk))
 
 
 def expected_s(seconds: Callable[[int, int], float], step_s: float, seed: int = 1) -> float:

@@ -37,11 +37,11 @@ class Replayed:
 
     @classmethod
     def of(cls, ran: Ran) -> Replayed:
-        """The reference prefills behind the load are left out; those before it come first."""
+        """Reference requests are simulated, and do not count."""
         trace = read_trace(ran.lines)
-        references, warm = ran.facts["references"], ran.facts["warm"]
-        trace.sessions = trace.sessions[: len(trace.sessions) - references]
-        ids = [each.turn.id for each in trace.sessions[references + warm :]]
+        references = set(ran.facts["reference_places"])
+        ids = [each.turn.id for place, each in enumerate(trace.sessions) if place not in references]
+        ids = ids[ran.facts["warm"] :]
         settings = replace(settings_of(Arguments(), trace), observed=False, closed=ran.cell.closed)
         settings = replace(settings, requests=len(trace.sessions))
         if ran.cell.setup == PAIR:

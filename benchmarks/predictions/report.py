@@ -89,19 +89,21 @@ class Tables:
             self._others(cell, replayed, both, real, drift)
 
     def _drift(self, ran: Ran) -> dict[str, float]:
-        """Prefills and steps of the reference requests over the profile's; and prefills behind the load over
-        those before it."""
-        before, after = ran.facts["reference_s"]
+        """Prefills and steps of the reference requests over the profile's; and the slowest part's prefills
+        over the fastest part's."""
+        parts = ran.facts["reference_s"]
         prefill_s, generation_s = (
-            statistics.median(each[place] for each in (*before, *after)) for place in (0, 1)
+            statistics.fmean(statistics.median(each[place] for each in part) for part in parts)
+            for place in (0, 1)
         )
+        prefills = [statistics.median(each[0] for each in part) for part in parts]
         step_s = self._model.decode_s(1, REFERENCE_TOKENS + REFERENCE_ANSWER / 2)
-        first_s = self._model.exec_s(REFERENCE_TOKENS, 0) + (step_s if self._model.late else 0.0)
+        late = self._model.late
+        first_s = self._model.exec_s(REFERENCE_TOKENS, 0) + late * step_s
         return {
             "prefill_over_profile": prefill_s / first_s,
-            "step_over_profile": generation_s / (REFERENCE_ANSWER - 1) / step_s,
-            "after_over_before": statistics.median(each[0] for each in after)
-            / statistics.median(each[0] for each in before),
+            "step_over_profile": generation_s / (REFERENCE_ANSWER - 1 - late) / step_s,
+            "slowest_over_fastest": max(prefills) / min(prefills),
         }
 
     def _errors(

@@ -134,12 +134,13 @@ class Instance:
         moments = []
         for _ in self._stream([list(prompt) for prompt in prompts], tokens):
             moments.append(time.perf_counter())
-        # Each step streams one event per request; the first step waits for the prefill.
-        steps = len(moments) / max(1, len(prompts)) - 1
+        # Each step streams one event per request; the first step waits for the prefill. The last token does
+        # not count: a server whose tokens are late (`Decode.late`) has no next step to wait for there.
+        events = len(prompts)
+        steps = len(moments) // events - 2
         if steps < 1:
             raise PeerError(f"{self.url} did not stream its answer")
-        settled = moments[len(prompts) :]
-        return (settled[-1] - moments[len(prompts) - 1]) / steps
+        return (moments[-events - 1] - moments[events - 1]) / steps
 
     def _stream(self, prompt: Any, tokens: int) -> Any:
         body = {

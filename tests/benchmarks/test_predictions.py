@@ -66,10 +66,8 @@ def recorded(cell: Cell, made: Profile, rate: float = 4.0) -> Ran:
             ended_s=first + found.stages["decode"], stages={"prefill_queue": queue, "prefill": prefill},
         )  # fmt: skip
         lines.append(writer.line(line))
-    # The reference prefills behind the load are not simulated.
-    lines += [lines[-1]] * REFERENCES
     facts = {
-        "warm": WARM, "references": REFERENCES, "rate": rate, "users": 0, "load_1m": 0.0,
+        "warm": WARM, "reference_places": list(range(REFERENCES)), "rate": rate, "users": 0, "load_1m": 0.0,
         "reference_s": [[(0.1, 0.2)] * 2, [(0.11, 0.2)] * 2],
     }  # fmt: skip
     return Ran(cell, facts, lines)
