@@ -55,19 +55,23 @@ def error(predicted: float, truth: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """Signed shares of the truth; each: the mean of the absolute errors of single requests, as a share of the
-    mean truth."""
+    """Signed shares of the truth. each: the mean of the absolute errors of single requests, as a share of the
+    mean truth. middle: the median of the signed errors of single requests, each as a share of its own truth,
+    on which moments of a slow machine have little influence."""
 
     mean: float
     p90: float
     each: float
+    middle: float
 
     @classmethod
     def of(cls, predicted: Sequence[float], truth: Sequence[float]) -> Errors:
         """Of the same requests."""
         ours, real = Spread.of(predicted), Spread.of(truth)
-        apart = statistics.fmean(abs(a - b) for a, b in zip(predicted, truth, strict=True))
-        return cls(error(ours.mean, real.mean), error(ours.p90, real.p90), apart / real.mean)
+        pairs = list(zip(predicted, truth, strict=True))
+        apart = statistics.fmean(abs(a - b) for a, b in pairs)
+        middle = statistics.median(error(a, b) for a, b in pairs)
+        return cls(error(ours.mean, real.mean), error(ours.p90, real.p90), apart / real.mean, middle)
 
 
 def components(predicted: Sequence[Times], truth: Sequence[Times]) -> dict[str, float]:

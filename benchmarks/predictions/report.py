@@ -116,8 +116,8 @@ class Tables:
         self._report.add(
             case, by=by,
             ttft_ms=truth[0].mean * 1e3, error=first.mean, p90_ms=truth[0].p90 * 1e3, p90_error=first.p90,
-            each=first.each, jct_ms=truth[1].mean * 1e3, jct_error=last.mean, jct_p90_error=last.p90,
-            jct_each=last.each,
+            each=first.each, middle=first.middle, jct_ms=truth[1].mean * 1e3, jct_error=last.mean,
+            jct_p90_error=last.p90, jct_each=last.each, jct_middle=last.middle,
         )  # fmt: skip
         return first, last
 
