@@ -146,6 +146,8 @@ def run(given: Arguments, url: str, progress: measure.Progress) -> profile.Profi
         found.decode = measure.decode(
             bench, instance, facts, tokens, longest, max(2, given.rounds // 2), progress
         )
+        if found.steps:
+            found.overlap_s = measure.overlap(bench, instance, facts, tokens, progress)
         found.disturbed = bench.disturbed
     finally:
         instance.close()
@@ -244,6 +246,7 @@ def fitted(
                 tp=facts.tp,
                 pp=facts.pp,
                 reductions=links,
+                overlap_s=found.overlap_s,
             )
         except ValueError as error:
             notes.append(f"operators were not fitted: {error}")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import http.client
+import itertools
 import json
+import statistics
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 from sglang_ext.cost_model.fitting import Timed
@@ -36,6 +39,27 @@ class Facts:
     """Requests that it generates for at a time, at most; None where it does not report it."""
 
 
+DELAYED: Final = 4
+"""Gaps between tokens, behind the longest one and with it, that a pass in between can make longer."""
+
+
+def delay_in(moments: Sequence[float]) -> float:
+    """Seconds that one interruption has added to equal steps.
+
+    Args:
+        moments: of the tokens.
+
+    Raises:
+        PeerError: there are too few.
+    """
+    gaps = [later - earlier for earlier, later in itertools.pairwise(moments)]
+    if len(gaps) < 2 * DELAYED:
+        raise PeerError("the server did not stream its answer")
+    usual, longest = statistics.median(gaps), gaps.index(max(gaps))
+    near = gaps[max(0, longest - 1) : longest + DELAYED]
+    return sum(near) - len(near) * usual
+
+
 @dataclass(frozen=True)
 class Load:
     """Requests of an instance."""
@@ -61,6 +85,7 @@ class Instance:
             raise ConfigError(f"{url!r} is not of the form http://host:port", field="--url")
         self.host = parts.hostname
         self.url = f"{parts.scheme}://{parts.netloc}"
+        self._api_key = api_key
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self._connection = kind(parts.hostname, parts.port, timeout=TIMEOUT_S)
         self._headers = {"content-type": "application/json"}
@@ -141,6 +166,24 @@ class Instance:
         if steps < 1:
             raise PeerError(f"{self.url} did not stream its answer")
         return (moments[-events - 1] - moments[events - 1]) / steps
+
+    def delay(self, prompt: Sequence[int], answer: int, other: Sequence[int]) -> float:
+        """Seconds by which another prompt, for one token, delays the steps of an answer.
+
+        Args:
+            answer: tokens of the answer to ``prompt``. The other prompt is sent in its middle.
+        """
+        peer = Instance(self.url, self._api_key)
+        moments: list[float] = []
+        try:
+            with ThreadPoolExecutor(1) as pool:
+                for _ in self._stream(prompt, answer):
+                    moments.append(time.perf_counter())
+                    if len(moments) == answer // 2:
+                        pool.submit(peer.prefill, other)
+        finally:
+            peer.close()
+        return delay_in(moments)
 
     def _stream(self, prompt: Any, tokens: int) -> Any:
         body = {

@@ -31,6 +31,9 @@ DECODE_PROMPT = 32
 LONG_BATCH = 4
 """Of these, the requests that also get long prompts."""
 LATE_ROUNDS = 5
+OVERLAP_ROUNDS = 9
+OVERLAP_ANSWER = 48
+OVERLAP_PROMPT = 64
 POLL_S = 0.05
 LOAD_AGE_S = 2.0
 CHECK_S = 5.0
@@ -61,6 +64,8 @@ class Measured:
     steps: list[TimedStep] = field(default_factory=list)
     units: int = 1
     decode: Decode | None = None
+    overlap_s: float | None = None
+    """The part of a time to first token that overlaps the next pass."""
     disturbed: int = 0
     """How often the instance was found working for others."""
     notes: list[str] = field(default_factory=list)
@@ -274,6 +279,24 @@ def decode(
         (batch, long + DECODE_TOKENS // 2, middle[batch, long]),
         late=two - one > middle[1, DECODE_PROMPT] / 2,
     )
+
+
+def overlap(
+    bench: Bench, instance: Instance, facts: Facts, tokens: Tokens, progress: Progress
+) -> float | None:
+    """The part of a prompt's time to first token that overlaps the steps of another request: its time alone,
+    less the delay of the other request's steps. None for an instance of one request at a time."""
+    if facts.running == 1:
+        return None
+    alone, delays = [], []
+    for number in range(OVERLAP_ROUNDS):
+        progress("overlap", number, OVERLAP_ROUNDS)
+        bench.require_idle()
+        alone.append(instance.prefill(tokens.fresh(OVERLAP_PROMPT)).seconds)
+        prompt, other = tokens.fresh(DECODE_PROMPT), tokens.fresh(OVERLAP_PROMPT)
+        delays.append(instance.delay(prompt, OVERLAP_ANSWER, other))
+    progress("overlap", OVERLAP_ROUNDS, OVERLAP_ROUNDS)
+    return max(0.0, statistics.median(alone) - statistics.median(delays))
 
 
 def longest_prompt(facts: Facts, wanted: int) -> int:

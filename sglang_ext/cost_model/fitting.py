@@ -251,7 +251,7 @@ def fit_outside(samples: Sequence[Timed], level: OperatorLevel) -> OperatorLevel
         ),
         attention=level.attention.times(factor),
         rest=level.rest.times(factor),
-        outside=Outside(fixed, per_new, per_prompt),
+        outside=Outside(fixed, per_new, per_prompt, level.outside.overlap_s),
     )
 
 
@@ -265,6 +265,7 @@ def fit_operators(
     pp: int = 1,
     reductions: Mapping[str, Link] | None = None,
     stage_link: Link | None = None,
+    overlap_s: float | None = None,
 ) -> OperatorLevel:
     """The operator level.
 
@@ -273,6 +274,7 @@ def fit_operators(
         samples: times to first token.
         units: of the device (``Waves.units``).
         tp, pp: of the measured instance; with more than one rank, ``reductions`` has its all-reduce.
+        overlap_s: see ``Outside``.
 
     Raises:
         ValueError: the steps say too little.
@@ -291,7 +293,7 @@ def fit_operators(
         waves=fit_waves(runs, units),
         attention=attention,
         rest=rest,
-        outside=Outside(0.0),
+        outside=Outside(0.0, overlap_s=overlap_s),
         tp=tp,
         pp=pp,
         reductions=reductions or {},

@@ -83,7 +83,7 @@ class OperatorLevel(Part, frozen=True):
     @property
     def around_s(self) -> float:
         """The part of it that overlaps the next pass, if there is one: HTTP, preparing the batch."""
-        return self.scaling.factor * self.outside.fixed_s
+        return self.scaling.factor * self.outside.around_s
 
     def parts(self, batch: Batch) -> dict[str, float]:
         """``batch_s``, by kind of operator."""

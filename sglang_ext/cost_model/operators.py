@@ -133,6 +133,14 @@ class Outside(Part, frozen=True):
     fixed_s: float
     per_new_token_s: float = 0.0
     per_prompt_token_s: float = 0.0
+    overlap_s: float | None = None
+    """The part of ``fixed_s`` that overlaps the next pass, if there is one; None for all of it. On a CPU, the
+    scheduler's part does not: it launches a pass by computing it."""
+
+    @property
+    def around_s(self) -> float:
+        """The part of it that overlaps the next pass."""
+        return self.fixed_s if self.overlap_s is None else min(self.fixed_s, self.overlap_s)
 
     def seconds(self, batch: Batch) -> float:
         """Of prompts that are computed together."""

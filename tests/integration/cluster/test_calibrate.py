@@ -45,6 +45,8 @@ def test_a_running_server_is_calibrated(get_server, tmp_path, capsys) -> None:
         (2048, 256, "tokens"): 4,  # down
         (256, 32_000, "one"): 1,  # logits
     }
+    assert operators.outside.overlap_s is not None
+    assert 0 <= operators.around_s <= operators.outside.fixed_s
     parts = operators.parts(Batch.of(512, 0))
     # The size of each depends on the machine's other work meanwhile.
     assert all(seconds >= 0 for seconds in parts.values())
