@@ -147,7 +147,12 @@ def run(given: Arguments, url: str, progress: measure.Progress) -> profile.Profi
             bench, instance, facts, tokens, longest, max(2, given.rounds // 2), progress
         )
         if found.steps:
-            found.overlap_s = measure.overlap(bench, instance, facts, tokens, progress)
+            try:
+                found.overlap_s = measure.overlap(bench, instance, facts, tokens, progress)
+            except measure.BusyError:
+                raise
+            except PeerError as error:
+                found.notes.append(f"the overlap of passes was not measured: {error}")
         found.disturbed = bench.disturbed
     finally:
         instance.close()

@@ -8,7 +8,7 @@ import json
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -54,7 +54,7 @@ def delay_in(moments: Sequence[float]) -> float:
     """
     gaps = [later - earlier for earlier, later in itertools.pairwise(moments)]
     if len(gaps) < 2 * DELAYED:
-        raise PeerError("the server did not stream its answer")
+        raise PeerError(f"{len(moments)} tokens are too few to see a delay between them")
     usual, longest = statistics.median(gaps), gaps.index(max(gaps))
     near = gaps[max(0, longest - 1) : longest + DELAYED]
     return sum(near) - len(near) * usual
@@ -175,14 +175,18 @@ class Instance:
         """
         peer = Instance(self.url, self._api_key)
         moments: list[float] = []
+        sent: Future[Timed] | None = None
         try:
             with ThreadPoolExecutor(1) as pool:
                 for _ in self._stream(prompt, answer):
                     moments.append(time.perf_counter())
                     if len(moments) == answer // 2:
-                        pool.submit(peer.prefill, other)
+                        sent = pool.submit(peer.prefill, other)
         finally:
             peer.close()
+        if sent is None:
+            raise PeerError(f"{self.url} does not stream each token by itself")
+        sent.result()
         return delay_in(moments)
 
     def _stream(self, prompt: Any, tokens: int) -> Any:

@@ -26,5 +26,5 @@ def test_the_pass_of_another_prompt_is_the_delay(gaps: list[float]) -> None:
 
 
 def test_a_few_tokens_say_nothing() -> None:
-    with pytest.raises(PeerError, match="did not stream"):
+    with pytest.raises(PeerError, match="too few"):
         delay_in([0.0, 0.1, 0.2])
