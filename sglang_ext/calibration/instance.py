@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import itertools
 import json
+import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -133,15 +134,11 @@ class Instance:
 
     # -- measurements -----------------------------------------------------------------------------
 
-    def prefill(self, prompt: Sequence[int], answer: int = 1) -> Timed:
-        """Send a prompt; returns new tokens, cached tokens, and the time to first token.
-
-        Args:
-            answer: tokens to generate.
-        """
+    def prefill(self, prompt: Sequence[int]) -> Timed:
+        """Send a prompt for one token; returns new tokens, cached tokens, and the time to first token."""
         begin = time.perf_counter()
         seconds, meta = 0.0, None
-        for event in self._stream(prompt, answer):
+        for event in self._stream(prompt, 1):
             seconds = seconds or time.perf_counter() - begin
             meta = event.get("meta_info")
         if meta is None:
@@ -153,6 +150,11 @@ class Instance:
         """Send prompts at once for one token each; returns when all have it."""
         for _ in self._stream([list(prompt) for prompt in prompts], 1):
             pass
+
+    def last_gap(self, prompt: Sequence[int]) -> float:
+        """Seconds between the tokens of an answer of two; infinite if they come together, in one event."""
+        first, *others = [time.perf_counter() for _ in self._stream(prompt, 2)]
+        return others[-1] - first if others else math.inf
 
     def decode_step(self, prompts: Sequence[Sequence[int]], tokens: int) -> float:
         """Seconds per step when so many requests are generated for side by side."""

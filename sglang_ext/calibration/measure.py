@@ -265,19 +265,18 @@ def decode(
         progress("decode", number, of)
         bench.require_idle()
         seconds[case].append(instance.decode_step(prompts[case], DECODE_TOKENS))
-    firsts: tuple[list[float], list[float]] = ([], [])
+    gaps = []
     for number in range(LATE_ROUNDS):
         progress("decode", rounds * len(cases) + number, of)
-        for found, answer in zip(firsts, (1, 2), strict=True):
-            found.append(instance.prefill(tokens.fresh(DECODE_PROMPT), answer).seconds)
+        gaps.append(instance.last_gap(tokens.fresh(DECODE_PROMPT)))
     progress("decode", of, of)
     middle = {case: statistics.median(times) for case, times in seconds.items()}
-    one, two = (statistics.median(found) for found in firsts)
     return fit_decode(
         {size: middle[size, DECODE_PROMPT] for size in sizes},
         DECODE_PROMPT + DECODE_TOKENS // 2,
         (batch, long + DECODE_TOKENS // 2, middle[batch, long]),
-        late=two - one > middle[1, DECODE_PROMPT] / 2,
+        # The first token of two is late, and the last one is not: no step follows that it could wait for.
+        late=statistics.median(gaps) < middle[1, DECODE_PROMPT] / 2,
     )
 
 
