@@ -33,6 +33,7 @@ LONG_BATCH = 4
 LATE_ROUNDS = 5
 OVERLAP_ROUNDS = 9
 OVERLAP_ANSWER = 48
+"""Tokens of an answer whose steps another prompt delays, and of that prompt."""
 OVERLAP_PROMPT = 64
 POLL_S = 0.05
 LOAD_AGE_S = 2.0

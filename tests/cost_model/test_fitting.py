@@ -191,6 +191,6 @@ def test_steps_of_generation_are_told_from_their_contexts() -> None:
     assert found.per_token_s == pytest.approx(2e-6)
     # An instance that generates for one request at a time.
     assert fit_decode({1: 0.02}, 44, (1, 44, 0.02), late=False).seconds(1) == pytest.approx(0.02)
-    # A long context that was faster, and one that is no longer than the short one, say nothing.
+    # Steps behind long prompts that were faster, and long prompts of the short length: no time for contexts.
     assert fit_decode(steps, 44, (4, 900, 0.01), late=False).per_token_s == 0.0
     assert fit_decode(steps, 44, (4, 44, 1.0), late=False).per_token_s == 0.0

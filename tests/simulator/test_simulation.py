@@ -147,6 +147,20 @@ def test_late_results_wait_for_the_next_step_or_pass() -> None:
     assert max(jct for _, jct in held) == pytest.approx(max(jct for _, jct in early))
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        "instances=3,policy=cost,hints=0.5,tenants=2,most_running=4,disk=4000",
+        "instances=4,policy=cost,failures=200,restart_s=5",
+        "instances=4,prefill=2,decode=2,pd_caching=3",
+    ],
+)
+def test_no_late_result_is_lost(more: str) -> None:
+    decode = Decode.linear(0.01, 0.001, per_token_s=1e-6, late=True)
+    found = simulated(f"{SMALL},{more}", decode=decode)
+    assert found.requests + sum(found.failed.values()) == 150
+
+
 def test_a_prompt_that_hbm_can_never_hold_is_refused_and_an_answer_ends_where_hbm_does() -> None:
     """By SGLang's limits: either would wait for ever."""
     long = [Fixed((Turn(text(tokens), text(100, 1)),)) for tokens in (640, 634, 633, 600)]
