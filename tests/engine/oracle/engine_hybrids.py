@@ -270,12 +270,15 @@ class HybridScheduler(SimulatedScheduler):
 
     def _keep_states(self, batch: ScheduleBatch, work: list[Computed]) -> None:
         """Write the states that the batch asks for, as SGLang's kernels do."""
-        slots = batch.mamba_track_indices.numpy()
+        for slot, chain, tokens in self._kept_states(batch, work):
+            self._keep_state(slot, chain, tokens)
+
+    def _kept_states(self, batch: ScheduleBatch, work: Sequence[Computed]) -> list[tuple[int, Hashes, int]]:
+        """The slot of each state that the batch keeps, and of which text and how much of it it is."""
+        slots = self._track_slots(batch)
         if batch.forward_mode.is_decode():
-            for i, due in enumerate(batch.mamba_track_mask_cpu):
-                if due:
-                    self._keep_state(slots[i], work[i].chain, len(work[i].chain))
-            return
+            due = [i for i, kept in enumerate(batch.mamba_track_mask_cpu) if kept]
+            return [(slots[i], work[i].chain, len(work[i].chain)) for i in due]
         plan = build_prefill_track_plan(
             batch.mamba_prefill_track_mask_cpu,
             batch.mamba_track_seqlens_cpu,
@@ -284,11 +287,16 @@ class HybridScheduler(SimulatedScheduler):
             self.pools.kind.grid,
             mamba2=False,
         )
-        for i in plan.final_rows:
-            self._keep_state(slots[i], work[i].chain, len(work[i].chain))
+        found = [(slots[i], work[i].chain, len(work[i].chain)) for i in plan.final_rows]
         for i in plan.h_rows:
             end = batch.prefix_lens[i] + plan.chunk_indices[i] * self.pools.kind.grid
-            self._keep_state(slots[i], work[i].chain, end)
+            found.append((slots[i], work[i].chain, end))
+        return found
+
+    def _track_slots(self, batch: ScheduleBatch) -> list[int]:
+        """Where the states of each request of a batch are kept."""
+        found: list[int] = batch.mamba_track_indices.tolist()
+        return found
 
     def _keep_state(self, slot: int, chain: Hashes, tokens: int) -> None:
         for local in range(self.pools.state.layers):

@@ -11,6 +11,7 @@ The loops differ in how the scheduler's stream follows a pass (`Scheduler._apply
 - ``overlap``: as soon as a pass is launched, the scheduler's stream waits for it;
 - ``graphs``: after a graph that decodes, it waits only until the pass has read the memory that the scheduler
   shares with it (`shared_read_done_event`): the KV of the pass is written later;
+- ``early``: so it does after each pass, as prefills publish that event too (`SharedReadEnds.PRE_REPLAY`);
 - ``prefill``: `event_loop_overlap_disagg_prefill` waits for the pass once the result before it is processed;
   requests end with their prompts;
 - ``decode``: as ``graphs``; slots are filled by a NIC, behind the product's own fence.
@@ -162,6 +163,7 @@ class Loop:
     name: str
     overlap: bool = True
     graphs: bool = False
+    early: bool = False
     deferred: bool = False
     nic: bool = False
 
@@ -169,13 +171,13 @@ class Loop:
         return self.name
 
 
-LOOPS = (
-    Loop("normal", overlap=False),
-    Loop("overlap"),
-    Loop("graphs", graphs=True),
-    Loop("prefill", deferred=True),
-    Loop("decode", graphs=True, nic=True),
-)
+NORMAL = Loop("normal", overlap=False)
+OVERLAP = Loop("overlap")
+GRAPHS = Loop("graphs", graphs=True)
+EARLY = Loop("early", graphs=True, early=True)
+PREFILL = Loop("prefill", deferred=True)
+DECODE = Loop("decode", graphs=True, nic=True)
+LOOPS = (NORMAL, OVERLAP, GRAPHS, EARLY, PREFILL, DECODE)
 
 
 class StreamScheduler(SimulatedScheduler):
@@ -190,6 +192,8 @@ class StreamScheduler(SimulatedScheduler):
         super().__init__(*args)
         self._done: deque[FakeEvent] = deque()
         self._barrier_pending = False
+        self._recorded: deque[Any] = deque(maxlen=2)
+        """`record_batch_in_overlap`: tensors of the scheduler's stream that passes use stay taken."""
         self._nic = self.cuda.trace.timeline("nic")
         self._transfer = self.cuda.trace.timeline("transfer thread")
         self._arriving: list[np.ndarray] = []
@@ -213,15 +217,16 @@ class StreamScheduler(SimulatedScheduler):
         scheduler = self.cuda.default
         stream = self.forward if self.loop.overlap else scheduler
         if self.loop.overlap:
+            self._recorded.append((batch, dict(vars(batch))))
             stream.wait_stream(scheduler)
         with torch.cuda.stream(stream):
             if self.gate is not None:
                 self.gate.set_consumer(batch.hicache_consumer_index)
             work = self._rows_of(batch)
+            self._before_layers(batch, work)
             self.cuda.launch("pass, inputs", lambda: None, self._inputs(work))
             read_done = torch.cuda.Event()
             read_done.record()
-            self._before_layers(batch)
             for layer in range(self._layers()):
                 if batch.forward_mode.is_extend():  # a graph is replayed without Python
                     self._read(layer)
@@ -230,7 +235,7 @@ class StreamScheduler(SimulatedScheduler):
             done.record()
         self._done.append(done)
         self._barrier_pending = self.loop.deferred
-        if self.loop.graphs and batch.forward_mode.is_decode():
+        if self.loop.early or (self.loop.graphs and batch.forward_mode.is_decode()):
             scheduler.wait_event(read_done)
         elif self.loop.overlap and not self.loop.deferred:
             self._follow_pass()
@@ -241,7 +246,7 @@ class StreamScheduler(SimulatedScheduler):
         table = self.pools.requests.req_to_token
         return [self.cuda.access(table[each.req.kv.req_pool_idx]) for each in work]
 
-    def _before_layers(self, batch: ScheduleBatch) -> None:
+    def _before_layers(self, batch: ScheduleBatch, work: Sequence[Computed]) -> None:
         """The runner copies its own inputs."""
 
     def _layers(self) -> int:

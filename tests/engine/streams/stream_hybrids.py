@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,6 +62,8 @@ class DeviceHybridPools(HybridPools):
         of_rows(self.requests.req_to_token)
         if kind.states:
             of_rows(self.requests.req_index_to_mamba_index_mapping)
+        if kind.grid:
+            of_rows(self.requests.req_index_to_mamba_ping_pong_track_buffer_mapping)
         allocators = [self.allocator]
         if kind.window:
             of_rows(self.allocator.full_to_swa_index_mapping)
@@ -99,10 +102,16 @@ class StreamHybridScheduler(StreamScheduler, HybridScheduler):
             found += [self.cuda.access(states[each.req.kv.req_pool_idx]) for each in work]
         return found
 
-    def _before_layers(self, batch: ScheduleBatch) -> None:
+    def _before_layers(self, batch: ScheduleBatch, work: Sequence[Computed]) -> None:
+        self._kept = self._kept_states(batch, work) if self.pools.kind.grid else []
         if self.pools.kind.states:
             runner = SimpleNamespace(req_to_token_pool=self.pools.requests, is_draft_worker=False)
-            ModelRunner._maybe_execute_deferred_mamba_cow_and_clear(runner, batch)
+            # A `ForwardBatch`, which lets go of the indices; the batch keeps them.
+            ModelRunner._maybe_execute_deferred_mamba_cow_and_clear(runner, copy(batch))
+
+    def _track_slots(self, batch: ScheduleBatch) -> list[int]:
+        found: list[int] = bytes_in(batch.mamba_track_indices).tolist()
+        return found
 
     def _slots(self, work: Computed, part: ComponentType) -> Ids:
         if part is not MAMBA:
@@ -124,17 +133,21 @@ class StreamHybridScheduler(StreamScheduler, HybridScheduler):
         firsts = [max(0, each.start - back(each.chain)) for each in work]
         # A state is that of the last token.
         news = [len(each.row) - 1 if part is MAMBA else each.start for each in work]
+        kept = self._kept if part is MAMBA else []
 
         def attend() -> None:
             for each, slots, first, new in zip(work, places, firsts, news, strict=True):
                 what = f"prefix of {each.req.rid} in forward"
                 oracle.compare(slots[first : each.start], each.chain[first : each.start], local, what)
                 oracle.write(slots[new:], each.chain[new:], local)
+            for slot, chain, tokens in kept:
+                oracle.write(np.array([slot]), chain[tokens - 1 : tokens], local)
 
         access, reads, writes = self.pools.access, list[Access](), list[Access]()
         for each, slots, first, new in zip(work, places, firsts, news, strict=True):
             reads += access(part, local, slots[first : each.start])
             writes += access(part, local, slots[new:])
+        writes += [each for slot, _, _ in kept for each in access(part, local, np.array([slot]))]
         self.cuda.launch(f"pass, {part.name} {local}", attend, reads, writes)
 
 
@@ -217,7 +230,7 @@ def stream_hybrid(
     scenario = HybridScenario(
         loop.name,
         kind,
-        settings=Settings(overlap=loop.overlap, chunk=24, new_token_ratio=0.05),
+        settings=Settings(overlap=loop.overlap, chunk=max(24, 3 * kind.page), new_token_ratio=0.05),
         make_pools=DeviceHybridPools,
         make_scheduler=scheduler,
         tenants=False,
@@ -231,7 +244,8 @@ def stream_hybrid(
             make_cache=HybridRadixCache,
             make_below=lambda pools, cache: below(pools, cache, Sizes(full=150, other=150)),
         )
-        patch.setattr(torch.Tensor, "pin_memory", pin_memory)
-        cuda.trace.synchronizations.clear()
-        with rank:
+        # `process_settings`, which the rank leaves when it is closed, has replaced it for a CPU.
+        with rank, pytest.MonkeyPatch.context() as pinned:
+            pinned.setattr(torch.Tensor, "pin_memory", pin_memory)
+            cuda.trace.synchronizations.clear()
             yield rank, cuda

@@ -17,9 +17,11 @@ from stream_drill import Drill
 from stream_engine import (
     BLOCK,
     FAST,
+    GRAPHS,
     HEADS,
     LAYERS,
     LOOPS,
+    OVERLAP,
     PLAIN,
     SLOW,
     WIDTH,
@@ -76,7 +78,7 @@ def test_a_write_that_follows_the_scheduler_alone_reads_the_last_token_too_early
         slots.record_stream(stream)
 
     monkeypatch.setattr(CudaMover, "_follow_engine", follow_the_scheduler)
-    with stream_rank(LOOPS[2], kind=kind) as (rank, cuda):
+    with stream_rank(GRAPHS, kind=kind) as (rank, cuda):
         serve(rank, 3, 50)
         assert cuda.trace.races
         with suppress(WrongKvError):  # a pass has read a block that was written too early
@@ -111,7 +113,7 @@ def test_the_host_waits_for_the_device_only_where_memory_is_short(loop: Loop, ro
 
 def test_a_request_is_one_write_however_many_nodes_it_has() -> None:
     """Prompts part one after the other while DRAM is not written; then the longest is copied."""
-    with stream_rank(LOOPS[1], pace=FAST, hbm_tokens=400) as (rank, cuda):
+    with stream_rank(OVERLAP, pace=FAST, hbm_tokens=400) as (rank, cuda):
         down = rank.write_down
         assert down is not None
         down._enabled = False

@@ -13,7 +13,7 @@ import torch
 from engine_pools import PoolKind, WrongKvError, chain_of
 from engine_simulation import Traffic
 from fake_cuda import FakeCuda
-from stream_engine import FAST, LAYERS, LOOPS, PLAIN, SLOW, StreamRank, stream_rank
+from stream_engine import DECODE, FAST, LAYERS, PLAIN, SLOW, StreamRank, stream_rank
 from stream_pd import ReturningAgent, Wire, wire
 
 from sglang_ext.engine.cache.listeners import Listener
@@ -25,7 +25,6 @@ from sglang_ext.keys import decode_tokens
 
 pytestmark = pytest.mark.usefixtures("sglang_config")
 
-DECODE = LOOPS[4]
 KINDS = [PLAIN, PoolKind(page=4, layers=LAYERS), PoolKind("mla", 4, LAYERS)]
 
 
