@@ -492,6 +492,10 @@ class Rank:
             for i, plane in enumerate(layout.planes_of(layer)):
                 self.pools.oracle.compare_blocks(self.arena.plane(plane)[blocks], chain, layer, i, what)
 
+    def _numbers(self, places: Any) -> list[int]:
+        """Slots or blocks."""
+        return list(map(int, places))
+
     def picture(self) -> list[Any]:
         """The whole tree with slots, blocks and locks, to compare ranks."""
         nodes = []
@@ -500,7 +504,7 @@ class Rank:
             while stack:
                 node = stack.pop()
                 places = {
-                    holder.tier.title: at.tobytes().hex() if holder.tier is Tier.DISK else list(map(int, at))
+                    holder.tier.title: at.tobytes().hex() if holder.tier is Tier.DISK else self._numbers(at)
                     for holder, at in node.placements.items()
                 }
                 locks = {repr(holder): count for holder, count in node.locks.items()}

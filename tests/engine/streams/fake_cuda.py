@@ -298,25 +298,18 @@ class FakeCuda:
     @contextmanager
     def installed(self) -> Iterator[FakeCuda]:
         """Stand for torch.cuda, and record the operations on device tensors of this thread."""
-        with pytest.MonkeyPatch.context() as patch:
-            for name, value in {
-                "Stream": self.stream,
-                "Event": self.event,
-                "stream": lambda stream: stream,
-                "device": lambda device: nullcontext(),
-                "current_stream": lambda device=None: self.current,
-                "default_stream": lambda device=None: self.default,
-                "synchronize": self.synchronize,
-                "_lazy_init": lambda: None,
-            }.items():
-                patch.setattr(torch.cuda, name, value)
-            patch.setattr(torch, "tensor", _to_device(torch.tensor))
-            self._open = True
-            try:
-                with self.mode:
-                    yield self
-            finally:
-                self._open = False
+        with standing_for_cuda(lambda: self), self.recording():
+            yield self
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record the operations on device tensors of this thread."""
+        self._open = True
+        try:
+            with self.mode:
+                yield
+        finally:
+            self._open = False
 
     # -- memory ----------------------------------------------------------------------------------
 
@@ -461,6 +454,25 @@ def caller() -> str:
             nearest = nearest or place
         frame = frame.f_back
     return nearest
+
+
+@contextmanager
+def standing_for_cuda(of: Callable[[], FakeCuda]) -> Iterator[None]:
+    """Replace torch.cuda by the device that ``of`` returns to the thread that calls."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {
+            "Stream": lambda *args, **about: of().stream(*args, **about),
+            "Event": lambda *args, **about: of().event(*args, **about),
+            "stream": lambda stream: stream,
+            "device": lambda device: nullcontext(),
+            "current_stream": lambda device=None: of().current,
+            "default_stream": lambda device=None: of().default,
+            "synchronize": lambda *args: of().synchronize(*args),
+            "_lazy_init": lambda: None,
+        }.items():
+            patch.setattr(torch.cuda, name, value)
+        patch.setattr(torch, "tensor", _to_device(torch.tensor))
+        yield
 
 
 class _Mode(TorchDispatchMode):

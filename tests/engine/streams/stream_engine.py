@@ -41,6 +41,7 @@ from sglang_ext.engine.movers import cuda_mover, row_copies
 from sglang_ext.engine.movers.arrivals import Arrivals
 from sglang_ext.engine.movers.copies import Copies
 from sglang_ext.engine.movers.mover import BlockIds, Mover
+from sglang_ext.engine.ranks import Least
 from sglang_ext.patches.seams import current
 from sglang_ext.tiered_store.dram.arena import DramArena
 
@@ -85,8 +86,8 @@ class PageKernel:
     """SGLang's kernel that takes pages for a batch: one launch, where its form in torch would wait for the
     device at times."""
 
-    def __init__(self, cuda: FakeCuda, name: str) -> None:
-        self._cuda, self._name = cuda, name
+    def __init__(self, name: str) -> None:
+        self._name = name
 
     def __getitem__(self, grid: Any) -> PageKernel:
         return self
@@ -103,9 +104,9 @@ class PageKernel:
                 taken = int(((asked[0] - 1) % page == 0).sum())
                 paged.alloc_decode_naive(*asked, free, out, page, taken)
 
-        access = self._cuda.access
-        reads = [access(each) for each in tensors[:-1] if each.numel()]
-        self._cuda.launch(self._name, act, reads, [access(tensors[-1])])
+        cuda = tensors[-1].lives.cuda
+        reads = [cuda.access(each) for each in tensors[:-1] if each.numel()]
+        cuda.launch(self._name, act, reads, [cuda.access(tensors[-1])])
 
 
 def of_rows(plane: DeviceTensor) -> None:
@@ -331,6 +332,10 @@ class StreamRank(Rank):
     def check(self) -> None:
         pass
 
+    def _numbers(self, places: Any) -> list[int]:
+        found: list[int] = np.asarray(bytes_in(places)).tolist()
+        return found
+
 
 @contextmanager
 def stream_rank(
@@ -339,12 +344,28 @@ def stream_rank(
     seed: int = 0,
     pace: float = 0.3,
     module: Any = cuda_mover,
-    fence_class: Any = ForwardFence,
-    kind: PoolKind = PLAIN,
     **about: Any,
 ) -> Iterator[tuple[StreamRank, FakeCuda]]:
-    """A rank on the fake device. module: with the `CudaMover` under test."""
+    """A rank on the fake device. module: with the `CudaMover` under test. about: see `rank_on`."""
     cuda = FakeCuda(seed, pace)
+    with on_device(cuda, module), page_kernels(), cuda.installed():
+        rank = rank_on(cuda, loop, module=module, **about)
+        yield rank, cuda
+        rank.close()
+
+
+def rank_on(
+    cuda: FakeCuda,
+    loop: Loop,
+    *,
+    module: Any = cuda_mover,
+    fence_class: Any = ForwardFence,
+    kind: PoolKind = PLAIN,
+    make_scheduler: type[StreamScheduler] = StreamScheduler,
+    least: Least | None = None,
+    **about: Any,
+) -> StreamRank:
+    """A rank of a device that stands for torch.cuda. about: fields of `Scenario`."""
     forward = cuda.stream(name="forward")
     kept: dict[str, Any] = {}
 
@@ -355,7 +376,7 @@ def stream_rank(
         return made
 
     names = {"cuda": cuda, "loop": loop, "forward": forward, "fence_class": fence_class}
-    scheduler = type("Scheduler", (StreamScheduler,), names)
+    scheduler = type("Scheduler", (make_scheduler,), names)
     copies = type("Disk", (ReadOnceWritten,), {"cuda": cuda})
     scenario = Scenario(
         loop.name,
@@ -369,21 +390,19 @@ def stream_rank(
     scenario = replace(
         scenario, **{"hbm_tokens": 130, "dram_blocks": 150, "memory": 30, "tenants": False, **about}
     )
-    with on_device(cuda, module), page_kernels(cuda), cuda.installed():
-        rank = StreamRank(scenario, copies_class=copies)
-        copies.arena = kept["arena"]
-        cuda.trace.synchronizations.clear()
-        cuda.launches.clear()
-        yield rank, cuda
-        rank.close()
+    rank = StreamRank(scenario, copies_class=copies, least=least)
+    copies.arena = kept["arena"]
+    cuda.trace.synchronizations.clear()
+    cuda.launches.clear()
+    return rank
 
 
 @contextmanager
-def page_kernels(cuda: FakeCuda) -> Iterator[None]:
+def page_kernels() -> Iterator[None]:
     """Have SGLang's allocator of pages launch its kernels on the fake device."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("alloc_extend", "alloc_decode"):
-            patch.setattr(paged, f"{name}_kernel", PageKernel(cuda, name))
+            patch.setattr(paged, f"{name}_kernel", PageKernel(name))
         yield
 
 

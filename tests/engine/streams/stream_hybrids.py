@@ -237,7 +237,7 @@ def stream_hybrid(
         **{"hbm_tokens": 130, "window_tokens": 110, "memory": 30, **sizes},
     )
     pin_memory = torch.Tensor.pin_memory
-    with on_device(cuda, module), page_kernels(cuda), cuda.installed(), pytest.MonkeyPatch.context() as patch:
+    with on_device(cuda, module), page_kernels(), cuda.installed(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(swa, "get_and_clear_swa_pages", ClearPlaces(cuda), raising=False)
         rank = StreamHybridRank(
             scenario,
