@@ -7,15 +7,20 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Iterator
 from functools import cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from math import inf, isnan, nan
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from sglang_ext.cluster.doctor.findings import Level
 from sglang_ext.gpu_check.command import main
-from sglang_ext.gpu_check.serving import Answer, _compared
+from sglang_ext.gpu_check.serving import Answer, _compared, ask
 
 pytestmark = pytest.mark.slow
 
@@ -109,16 +114,81 @@ def test_a_start_says_in_one_line_what_it_found() -> None:
     assert "\n" not in line
 
 
-def test_another_answer_of_a_tier_is_a_problem_and_another_tier_a_warning() -> None:
+COLD = Answer((1, 2), (-0.5, -0.25), "computed", 0.2)
+
+
+@pytest.mark.parametrize(
+    ("found", "bound", "level", "text"),
+    [
+        (Answer((1, 2), (-0.5, -0.25), "DRAM", 0.1), 0.0, Level.OK, "the same answer"),
+        (Answer((1, 3), (-0.5, -0.25), "DRAM", 0.1), 0.0, Level.PROBLEM, "ANOTHER ANSWER"),
+        (Answer((1,), (-0.5,), "DRAM", 0.1), 0.0, Level.PROBLEM, "ANOTHER ANSWER"),
+        (Answer((1, 2), (-0.5, -0.2502), "DRAM", 0.1), 0.0, Level.PROBLEM, "2.0e-04 apart; allowed 1.0e-04"),
+        (Answer((1, 2), (-0.5, -0.25005), "DRAM", 0.1), 0.0, Level.OK, "5.0e-05 apart; allowed 1.0e-04"),
+        (Answer((1, 2), (-0.5, -0.26), "DRAM", 0.1), 0.02, Level.OK, "two computed answers 2.0e-02"),
+        (Answer((1, 2), (-0.5, -0.28), "DRAM", 0.1), 0.02, Level.PROBLEM, "allowed 2.0e-02"),
+        (Answer((1, 2), (-0.5, nan), "DRAM", 0.1), 0.02, Level.PROBLEM, "ANOTHER ANSWER"),
+        (Answer((1, 3), (-0.5, -0.25), "DRAM", 0.1), inf, Level.WARNING, "not compared"),
+        (Answer((1, 2), (-0.5, -0.25), "HBM", 0.1), 0.0, Level.WARNING, "from HBM instead"),
+    ],
+)
+def test_a_tiers_answer_is_judged_by_two_computed_ones(
+    found: Answer, bound: float, level: Level, text: str
+) -> None:
     """The judgement of the step with a server."""
-    cold = Answer((1, 2), (-0.5, -0.25), "computed", 0.2)
-    cases = (
-        (Answer((1, 2), (-0.5, -0.25), "DRAM", 0.1), Level.OK, "the same answer"),
-        (Answer((1, 3), (-0.5, -0.25), "DRAM", 0.1), Level.PROBLEM, "ANOTHER ANSWER"),
-        (Answer((1, 2), (-0.5, -0.26), "DRAM", 0.1), Level.PROBLEM, "ANOTHER ANSWER"),
-        (Answer((1, 2), (-0.5, -0.25), "HBM", 0.1), Level.WARNING, "from HBM instead"),
-    )
-    for found, level, text in cases:
-        finding = _compared("DRAM", cold, found)
-        assert finding.level is level
-        assert text in finding.text
+    finding = _compared("DRAM", COLD, found, bound)
+    assert finding.level is level
+    assert text in finding.text
+    assert finding.text.startswith("DRAM: 100 ms to the first token, computed 200")
+
+
+class _Server(BaseHTTPRequestHandler):
+    """Streams an answer of three tokens slowly, or an error, as SGLang does."""
+
+    bodies: ClassVar[list[dict[str, Any]]] = []
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.bodies.append(body)
+        self.send_response(200)
+        self.end_headers()
+        if body["input_ids"] == [0]:
+            self.wfile.write(b'data: {"error": {"message": "too long"}}\n\ndata: [DONE]\n\n')
+            return
+        rows = []
+        for token in range(3):
+            rows.append([None if token == 2 else -0.5, token, None])
+            meta = {"output_token_logprobs": rows, "cached_tokens_details": {"host": 64}}
+            self.wfile.write(b"data: " + json.dumps({"meta_info": meta}).encode() + b"\n\n")
+            self.wfile.flush()
+            time.sleep(0.2)
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    _Server.bodies.clear()
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Server) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_an_answer_is_timed_to_its_first_token(url: str) -> None:
+    begin = time.perf_counter()
+    answer = ask(url, [5] * 100, extra_key="k")
+    whole = time.perf_counter() - begin
+    assert (answer.tokens, answer.logprobs[:2], answer.tier) == ((0, 1, 2), (-0.5, -0.5), "DRAM")
+    assert isnan(answer.logprobs[2])
+    assert answer.seconds < whole - 0.35
+    assert (_Server.bodies[0]["stream"], _Server.bodies[0]["extra_key"]) == (True, "k")
+
+
+def test_a_prompt_that_the_server_refuses_is_an_error(url: str) -> None:
+    with pytest.raises(RuntimeError, match="too long"):
+        ask(url, [0])
