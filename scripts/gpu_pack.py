@@ -10,6 +10,7 @@ docs/gpu.md has the recipe. Needs here: a CPython of the target's version, to ru
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shutil
 import subprocess
@@ -23,12 +24,32 @@ ROOT = Path(__file__).resolve().parents[1]
 PARTS = ROOT / "scripts" / "gpu"
 KERNELS = {"2.11": "0.4.5"}
 """torch -> the last sglang-kernel whose `sm90/common_ops` has no symbol that this torch lacks."""
-TRAVELS = ("unpack.sh", "serve.sh", "first_minutes.sh", "ask.py")
+TRAVELS = (
+    *("unpack.sh", "serve.sh", "first_minutes.sh"),
+    *("gpu_client.py", "ask.py", "decode.py", "same.py", "verdicts.py"),
+)
 UNUSED = ("sglang/multimodal_gen", "sglang/test", "sglang/srt/rust_extensions/*.so")
 """Of SGLang: diffusion, test kits, servers in Rust. Two thirds, which `launch_server` does not import."""
 KERNEL_UNUSED = re.compile(r"sgl_kernel/(flash_ops|flashmla_ops|infllm_ops|sm100/)")
 GLIBC = (39, 36, 35, 34, 31, 28, 27, 26, 24, 17, 12, 5)
 OLD_TAGS = ("manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64")
+
+
+def runnable(python: str) -> str | None:
+    """The first command that starts: this one, or those of pyenv's versions, the newest first. pyenv puts
+    commands on the path that start only where their version is chosen."""
+    versions = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv") / "versions"
+    named = os.sep not in python
+    at_pyenv = [path / "bin" / python for path in versions.glob("*") if named]
+    newest = sorted(
+        at_pyenv, key=lambda path: [int(n) for n in re.findall(r"\d+", path.parts[-3])], reverse=True
+    )
+    for found in (shutil.which(python), *map(str, newest)):
+        if found is None or not Path(found).exists():
+            continue
+        if subprocess.run([found, "-c", ""], capture_output=True, check=False).returncode == 0:
+            return found
+    return None
 
 
 def run(*words: str) -> None:
@@ -123,8 +144,10 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--jit", type=Path, help="folder of kernels compiled for the target's card")
     given = parser.parse_args()
-    if shutil.which(given.python) is None:
-        parser.error(f"there is no {given.python} here; name a CPython of the target's version by --python")
+    python = runnable(given.python)
+    if python is None:
+        parser.error(f"no {given.python} starts here; name a CPython of the target's version by --python")
+    given.python = python
     given.kernel = given.kernel or KERNELS.get(".".join(given.torch.split(".")[:2]))
     if given.kernel is None:
         parser.error(f"no sglang-kernel is known for torch {given.torch}; name one by --kernel")

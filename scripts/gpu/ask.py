@@ -1,86 +1,74 @@
-"""ask.py URL OUT.json: TTFT by where a prefix lies, of one server with the plugin or with HiCache.
+"""ask.py URL OUT.json --pool TOKENS: TTFT by where a prompt's KV is, of one server (measurements 2 and 3).
 
-Prompts are random token ids; 512 new tokens follow each known beginning. HBM is emptied by other prompts, as
-many as fill the pool (`--pool TOKENS`); every answer says what it had cached, and one from elsewhere is
-reported as such. Prints medians; a TTFT is the first streamed event's.
+Prompts are random token ids. Each is asked for three times with the same beginning and `--new` other tokens
+behind it: computed, from HBM, and, after other prompts have filled the pool (`--pool`), from below HBM.
+`--hbm-only` leaves out the last, which stock SGLang does not have. An answer whose beginning was not found
+where it should be is printed and not counted. The TTFT is the time to the first streamed event.
 """
+
+from __future__ import annotations
 
 import argparse
 import json
 import random
 import statistics
+import sys
 import time
-import urllib.request
 from pathlib import Path
+from typing import Any
 
-RNG = random.Random(1)
+sys.path.insert(0, str(Path(__file__).parent))  # PYTHONSAFEPATH leaves it out
 
+from gpu_client import Streamed, ask, fill, tokens
 
-def prompt(n):
-    """Random token ids."""
-    return [RNG.randrange(100, 30_000) for _ in range(n)]
-
-
-def ask(url, ids, new=1):
-    """Seconds to the first event, cached tokens, and seconds to the end."""
-    body = {
-        "input_ids": ids,
-        "stream": True,
-        "sampling_params": {"temperature": 0, "max_new_tokens": new, "ignore_eos": True},
-    }
-    request = urllib.request.Request(
-        url + "/generate", json.dumps(body).encode(), {"content-type": "application/json"}
-    )
-    begin = time.perf_counter()
-    first = meta = None
-    with urllib.request.urlopen(request, timeout=300) as answer:
-        for line in answer:
-            if line.startswith(b"data: {"):
-                first = first or time.perf_counter() - begin
-                meta = json.loads(line[6:])["meta_info"]
-    return first, meta.get("cached_tokens", 0), time.perf_counter() - begin
+PLACES = ("computed", "HBM", "below")
 
 
-def measured(given, length):
-    """Medians for prompts of one length, in milliseconds, by place."""
-    found = {"computed": [], "below HBM": [], "HBM": []}
+def at(answer: Streamed, known: int) -> str | None:
+    """The place that had the KV of the prompt's ``known`` first tokens; None where only a part was found."""
+    if answer.cached < 16:
+        return "computed"
+    if answer.cached < 0.9 * known:
+        return None
+    return "below" if answer.below > known / 2 else "HBM"
+
+
+def measured(given: argparse.Namespace, rng: random.Random, length: int) -> dict[str, Any]:
+    """Medians in milliseconds by place, for prompts of one length."""
+    found: dict[str, list[float]] = {place: [] for place in PLACES}
+    known = length - given.new
     for _ in range(given.rounds):
-        base = prompt(length - given.new)
-        seconds, cached, _ = ask(given.url, base + prompt(given.new))
-        assert cached < 16, cached
-        found["computed"].append(seconds)
-        time.sleep(0.1)
-        seconds, cached, _ = ask(given.url, base + prompt(given.new))
-        if cached >= 0.9 * len(base):
-            found["HBM"].append(seconds)
-        for _ in range(given.pool // 8192 + 1):
-            ask(given.url, prompt(8192))
-        time.sleep(0.2)
-        seconds, cached, _ = ask(given.url, base + prompt(given.new))
-        if cached >= 0.9 * len(base):
-            found["below HBM"].append(seconds)
-        else:
-            print("not found again:", length, cached)
-    return {"tokens": length, **{k: 1000 * statistics.median(v) if v else None for k, v in found.items()}}
+        base = tokens(rng, known)
+        for place in PLACES[: 2 if given.hbm_only else 3]:
+            if place == "below":
+                fill(given.url, rng, given.pool)
+            answer = ask(given.url, base + tokens(rng, given.new))
+            if at(answer, known) == place:
+                found[place].append(answer.times[0])
+            else:
+                print(f"{length} tokens, {place}: found elsewhere, {answer.cached} cached", flush=True)
+            time.sleep(0.1)
+    medians = {place: 1000 * statistics.median(each) if each else None for place, each in found.items()}
+    return {"tokens": length, "new": given.new, "counted": {k: len(v) for k, v in found.items()}, **medians}
 
 
-def main():
+def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("url")
     parser.add_argument("out", type=Path)
-    parser.add_argument("--pool", type=int, required=True)
+    parser.add_argument("--pool", type=int, required=True, help="tokens in HBM")
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192, 32768])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--new", type=int, default=512)
+    parser.add_argument("--new", type=int, default=512, help="tokens behind a known beginning")
+    parser.add_argument("--hbm-only", action="store_true")
     given = parser.parse_args()
-    rows = []
+    rng, rows = random.Random(1), []
+    ask(given.url, tokens(rng, given.new))  # kernels are compiled by the first one
     for length in given.lengths:
-        rows.append(measured(given, length))
+        rows.append(measured(given, rng, length))
         print(rows[-1], flush=True)
-    first, _, whole = ask(given.url, prompt(512), new=128)
-    print("decode alone, ms per token:", 1000 * (whole - first) / 127)
-    given.out.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+        given.out.write_text(json.dumps({"rows": rows}, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

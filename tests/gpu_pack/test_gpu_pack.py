@@ -9,6 +9,7 @@ SGLANG_EXT_PACK_LIMIT (MiB).
 from __future__ import annotations
 
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import pytest
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 
 ROOT = Path(__file__).parents[2]
+PACK = runpy.run_path(str(ROOT / "scripts" / "gpu_pack.py"))
 PYTHON = os.environ.get("SGLANG_EXT_PACK_PYTHON", "python3.12")
 TORCH = os.environ.get("SGLANG_EXT_PACK_TORCH", "2.11.0")
 LIMIT = os.environ.get("SGLANG_EXT_PACK_LIMIT", "48")
@@ -46,16 +48,13 @@ def run(*words: str, **more: object) -> str:
     return str(done.stdout)
 
 
-def usable(python: str) -> bool:
-    """Whether it starts: a version manager has commands for Pythons that are not chosen."""
-    found = shutil.which(python)
-    return found is not None and not subprocess.run([found, "-c", ""], capture_output=True).returncode
+FOUND = PACK["runnable"](PYTHON)
 
 
-@pytest.mark.skipif(not usable(PYTHON), reason=f"there is no {PYTHON} here")
+@pytest.mark.skipif(FOUND is None, reason=f"no {PYTHON} starts here, on the path or of pyenv's versions")
 def test_what_is_packed_is_unpacked_and_imported(tmp_path: Path) -> None:
     out = tmp_path / "checkout" / ".dev"
-    pack = ("--out", str(out), "--python", PYTHON, "--torch", TORCH, "--limit", LIMIT)
+    pack = ("--out", str(out), "--python", str(FOUND), "--torch", TORCH, "--limit", LIMIT)
     said = run(sys.executable, str(ROOT / "scripts" / "gpu_pack.py"), *pack, "--work", str(tmp_path / "work"))
     assert "site.tar.xz" in said
     assert {path.name for path in out.iterdir()} >= {
@@ -63,11 +62,12 @@ def test_what_is_packed_is_unpacked_and_imported(tmp_path: Path) -> None:
         "unpack.sh",
         "serve.sh",
         "first_minutes.sh",
+        "verdicts.py",
     }
     shutil.rmtree(tmp_path / "work")
 
     venv = tmp_path / "venv"
-    run(PYTHON, "-m", "venv", str(venv))
+    run(str(FOUND), "-m", "venv", str(venv))
     run(str(venv / "bin" / "pip"), "install", "-q", f"torch=={TORCH}", *ON_THE_MACHINE)
     imports = "; ".join(f"import {name}" for name in SERVER)
     found = run(
