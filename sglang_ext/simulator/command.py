@@ -22,10 +22,12 @@ from sglang_ext.simulator.crowd import alone, goodput, median_s
 from sglang_ext.simulator.outcome import Outcome
 from sglang_ext.simulator.report import page, print_table
 from sglang_ext.simulator.run import simulate
-from sglang_ext.simulator.settings import Settings, changed
+from sglang_ext.simulator.settings import NOT_RECORDED, Settings, changed, names_in, same_fleet
 from sglang_ext.simulator.trace import Trace, read_trace
 
 PROG = "sglang-ext simulate"
+AS_GIVEN = "as given"
+"""The title of the fleet without a change."""
 FAILED = 2
 SURE = 0.8
 """Share of the capacity above which queues grow so fast that small errors in costs decide everything."""
@@ -81,7 +83,8 @@ class Arguments(Flagged):
     trace: Path | None = flag(
         None,
         "A recorded load in the place of the built-in mix: a router's recording (--record), or a Mooncake "
-        "trace. A recording gives the fleet and its policy too, and the times that its requests took.",
+        "trace. A recording gives the fleet and its policy too, and the times that its requests took, which "
+        "are used as long as no fleet is changed.",
         metavar="FILE",
         common=True,
     )
@@ -138,14 +141,21 @@ def run(given: Arguments) -> int:
     trace = None if given.trace is None else _read(given.trace)
     base = changed(settings_of(given, trace), given.settings)
     model = CostModel(load(given.cost_profile)) if given.cost_profile else CostModel()
-    runs = {"as given": base} | {text: changed(base, text) for text in given.what_if}
+    runs = {AS_GIVEN: base} | {text: changed(base, text) for text in given.what_if}
+    recorded: Settings | None = None
+    if trace is not None:
+        recorded = _recorded(trace, base)
+        runs = _timed(given, runs, recorded, trace)
     for settings in runs.values():
         policy_named(settings.policy)
     outcomes = {
         title: simulate(settings, model, trace, progress=Reports(title, settings.requests))
         for title, settings in runs.items()
     }
-    columns = {title: outcome.as_json() for title, outcome in outcomes.items()}
+    columns = {
+        title: {"times": _times(runs[title], model, trace)} | outcome.as_json()
+        for title, outcome in outcomes.items()
+    }
     for title, settings in runs.items():
         if settings.crowd:
             unloaded_s = median_s(simulate(alone(settings), model).served)
@@ -159,6 +169,9 @@ def run(given: Arguments) -> int:
     else:
         console = Console(soft_wrap=True)
         print_table(console, columns)
+        for title, settings in runs.items():
+            if recorded is not None and settings.observed and not same_fleet(settings, recorded):
+                console.print(_foreign(title))
         for title, figures in columns.items():
             if "interval" in figures:
                 console.print(_warning(title, outcomes[title], figures["interval"]))
@@ -189,6 +202,46 @@ def settings_of(given: Arguments, trace: Trace | None) -> Settings:
         if (value := getattr(given, name)) is not None
     }
     return dataclasses.replace(settings, **named)
+
+
+def _recorded(trace: Trace, base: Settings) -> Settings:
+    """The recorded fleet, with what the command says of it that a recording does not have."""
+    described = {name: getattr(base, name) for name in NOT_RECORDED}
+    return dataclasses.replace(settings_of(Arguments(), trace), **described)
+
+
+def _timed(
+    given: Arguments, runs: dict[str, Settings], recorded: Settings, trace: Trace
+) -> dict[str, Settings]:
+    """The fleets, each with or without the observed times.
+
+    A changed fleet would not have had them, and columns with observed and with modelled times cannot be
+    compared. So they are used where all fleets are the recorded one, and where ``observed`` is named.
+    """
+    same = trace.timed > 0 and all(same_fleet(settings, recorded) for settings in runs.values())
+    named = {title: "observed" in names_in(title) for title in given.what_if}
+    named[AS_GIVEN] = "observed" in names_in(given.settings)
+    return {
+        title: settings if named[title] or named[AS_GIVEN] else dataclasses.replace(settings, observed=same)
+        for title, settings in runs.items()
+    }
+
+
+def _times(settings: Settings, model: CostModel, trace: Trace | None) -> str:
+    """The origin of a column's times, in one line."""
+    modelled = f"by the cost model ({model.basis})"
+    if trace is None or not settings.observed or not trace.timed:
+        return modelled
+    if trace.timed == len(trace.sessions):
+        return "as recorded"
+    return f"as recorded in {trace.timed:,} of {len(trace.sessions):,} requests, else {modelled}"
+
+
+def _foreign(title: str) -> str:
+    return (
+        f"{title}: the fleet is not the recorded one, and its times are those that were recorded, because "
+        "observed=on says so. Leave it out for times by the cost model."
+    )
 
 
 def _read(path: Path) -> Trace:

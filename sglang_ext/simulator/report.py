@@ -12,6 +12,7 @@ from rich.table import Table
 from sglang_ext.simulator.outcome import Outcome, percentile
 
 ROWS: Final[Sequence[tuple[str, Callable[[Mapping[str, Any]], str]]]] = (
+    ("times of requests", lambda f: f["times"]),
     ("requests answered", lambda f: f"{f['requests']:,}"),
     ("requests without an answer", lambda f: f"{sum(f['failed'].values()):,}"),
     ("virtual time", lambda f: f"{f['virtual_seconds']:,.0f} s"),
@@ -32,14 +33,14 @@ ROWS: Final[Sequence[tuple[str, Callable[[Mapping[str, Any]], str]]]] = (
     ("agents: share of turns in time", lambda f: _agents(f, "in_time")),
     ("agents: longest wait over the mean", lambda f: _agents(f, "longest_wait_vs_mean")),
 )
-"""Of each row, its name, and its text from `Outcome.as_json`."""
+"""Of each row, its name, and its text from the figures of a column."""
 
 
 def print_table(console: Console, columns: Mapping[str, Mapping[str, Any]]) -> None:
     """Print outcomes side by side.
 
     Args:
-        columns: figures of `Outcome.as_json` by title.
+        columns: figures of `Outcome.as_json` by title, and in ``times`` where their times are from.
     """
     table = Table(box=None, pad_edge=False)
     table.add_column("")

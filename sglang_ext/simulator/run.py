@@ -7,6 +7,7 @@ import gc
 import itertools
 import math
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from sglang_ext.cost_model import CostModel
@@ -248,10 +249,14 @@ class Simulation:
             return Role.COLOCATED
         return Role.PREFILL if number < self.settings.prefill else Role.DECODE
 
-    def _exports(self, name: str, role: Role) -> bool:
-        """Whether others fetch KV from an instance."""
-        known = not self.kinds or name in self.kinds
-        return self.settings.fetch and known and role is not Role.DECODE
+    def _kind(self, number: int) -> str:
+        """The kind of an instance's KV, empty where it exports none. Instances beyond the recorded ones are
+        like most of those."""
+        if not self.kinds:
+            return "simulated"
+        if number < len(self._names):
+            return self.kinds.get(self._names[number], "")
+        return Counter(self.kinds.values()).most_common(1)[0][0]
 
     def start(self, number: int) -> None:
         """Start an instance with nothing in its memory, and have the router reach it. An instance that is
@@ -277,16 +282,18 @@ class Simulation:
             self._disks.pop(name, None),
         )
         agent.meet(instance)
+        kind = self._kind(number)
+        exports = self.settings.fetch and bool(kind) and role is not Role.DECODE
         self.instances[name], self._agents[name] = instance, agent
         registration = Registration(
             url=name,
             instance=f"i{number}",
             epoch=f"{epoch:032x}",
             agent="tcp://127.0.0.1:1",
-            namespace=self.kinds.get(name, "simulated"),
-            endpoints=(name,) if self._exports(name, role) else (),
+            namespace=kind or "simulated",
+            endpoints=(name,) if exports else (),
             role=role.value,
-            for_others=self.settings.for_others if self._exports(name, role) else 0,
+            for_others=self.settings.for_others if exports else 0,
         )
         facts = InstanceFacts(
             MODEL, "1", str(epoch), role.value, "", batching=Batching(chunk=self.settings.chunk)

@@ -59,7 +59,8 @@ class Settings:
     spill_blocks: int = 4096
     """Blocks that are kept so for one tenant (``--tenant-limits spill-blocks``)."""
     observed: bool = True
-    """Requests of a recording take the times that were observed; off: those of the cost model."""
+    """Requests of a recording take the times that were observed; off: those of the cost model. The command
+    has it on for the recorded fleet only, unless it is named."""
     closed: bool = False
     """Requests of a recorded session come after the answer to the one before, and after the recorded pause;
     off: at the recorded moments."""
@@ -97,7 +98,25 @@ _MULTIPLES: Final = (
     "instances", "requests", "rate", "hbm", "dram", "disk", "disk_read", "disk_write", "chunk", "running",
     "network", "for_others", "queue_weight", "exec_weight", "crowd",
 )  # fmt: skip
+NOT_RECORDED: Final = (
+    "disk_read", "disk_write", "pd_caching", "running", "layers", "lag_ms", "network", "fetch", "for_others",
+    "spill_above", "spill_blocks", "closed",
+)  # fmt: skip
+"""Settings of a fleet and its users that a recording lacks: ``--settings`` describes the recorded fleet by
+them."""
+FREE: Final = ("requests", "seed", "observed")
+"""Settings that do not change a fleet."""
 FIELD: Final = "--what-if"
+
+
+def names_in(text: str) -> set[str]:
+    """The settings that a list names."""
+    return {part.partition("=")[0].strip() for part in text.split(",")}
+
+
+def same_fleet(one: Settings, other: Settings) -> bool:
+    """Whether both have one fleet, and one load but for its length."""
+    return one == dataclasses.replace(other, **{name: getattr(one, name) for name in FREE})
 
 
 def changed(settings: Settings, text: str) -> Settings:

@@ -118,6 +118,11 @@ class Trace:
             session.requests.append(replace(each.turn, think_s=pause_s, observed=times))
         yield from found.values()
 
+    @property
+    def timed(self) -> int:
+        """Requests whose times were recorded."""
+        return sum(each.turn.observed is not None for each in self.sessions)
+
     def at_rate(self, factor: float) -> Trace:
         """The same with so many times the arrivals in a time."""
         sessions = [replace(each, start_s=each.start_s / factor) for each in self.sessions]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -137,13 +138,85 @@ def test_the_command_takes_the_fleet_of_a_recording(
 ) -> None:
     path = tmp_path / "day.jsonl"
     path.write_bytes(recording)
-    assert (
-        command.main(["--trace", str(path), "--json", "--settings", "fetch=off", "--what-if", "dram=2x"]) == 0
-    )
-    found = json.loads(capsys.readouterr().out)
+    found = printed(capsys, "--trace", str(path), "--settings", "fetch=off", "--what-if", "dram=2x")
     assert found["settings"]["as given"]["instances"] == 3
     assert found["settings"]["dram=2x"]["dram"] == 4000
+    found = printed(capsys, "--trace", str(path), "--settings", "fetch=off")
     assert found["outcomes"]["as given"]["agreement"]["instance"] >= 0.95
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    """The JSON of the command."""
+    assert command.main([*arguments, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_a_changed_fleet_does_not_take_the_recorded_times(
+    recording: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One instance in the place of three: its requests wait. With the recorded times, none would."""
+    path = tmp_path / "day.jsonl"
+    path.write_bytes(recording)
+    recorded = ["--trace", str(path), "--settings", "fetch=off"]
+
+    def mean_s(found: dict[str, Any], title: str) -> float:
+        mean: float = found["outcomes"][title]["ttft_s"]["mean"]
+        return mean
+
+    found = printed(capsys, *recorded, "--what-if", "instances=1")
+    assert {each["times"] for each in found["outcomes"].values()} == {"by the cost model (defaults)"}
+    assert not any(each["observed"] for each in found["settings"].values())
+    assert mean_s(found, "instances=1") > 2 * mean_s(found, "as given")
+    # The twin, in which the recorded times are asked for.
+    both = ["--settings", "fetch=off,observed=on", "--what-if", "instances=1"]
+    found = printed(capsys, *recorded[:2], *both)
+    assert {each["times"] for each in found["outcomes"].values()} == {"as recorded"}
+    assert mean_s(found, "instances=1") == pytest.approx(mean_s(found, "as given"))
+    assert command.main([*recorded[:2], *both]) == 0
+    shown = capsys.readouterr().out
+    assert "times of requests" in shown
+    assert "instances=1: the fleet is not the recorded one" in shown
+    assert "as given: the fleet" not in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "recorded"),
+    [
+        (["--settings", "fetch=off"], {"as given": True}),
+        (["--settings", "fetch=off", "--requests", "50", "--seed", "3"], {"as given": True}),
+        (["--policy", "round-robin"], {"as given": False}),
+        (["--settings", "hbm=2x"], {"as given": False}),
+        (["--what-if", "dram=1x"], {"as given": True, "dram=1x": True}),
+        (["--what-if", "observed=off"], {"as given": True, "observed=off": False}),
+        (["--what-if", "fetch=off"], {"as given": False, "fetch=off": False}),
+        (["--what-if", "hbm=2x,observed=on"], {"as given": False, "hbm=2x,observed=on": True}),
+    ],
+)
+def test_recorded_times_are_those_of_the_recorded_fleet(
+    arguments: list[str],
+    recorded: dict[str, bool],
+    recording: bytes,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "day.jsonl"
+    path.write_bytes(b"".join(recording.splitlines(keepends=True)[:60]))
+    found = printed(capsys, "--trace", str(path), *arguments)["outcomes"]
+    assert {title: each["times"] == "as recorded" for title, each in found.items()} == recorded
+
+
+def test_an_instance_beyond_the_recorded_ones_fetches_like_them(recording: bytes) -> None:
+    rows = [json.loads(line) for line in recording.splitlines()]
+    for row in rows:
+        if row["type"] == "member":
+            row["kv"] = "one"
+    trace = read_trace([json.dumps(row).encode() + b"\n" for row in rows])
+    settings = replace(FLEET, fetch=True, observed=False, policy="round-robin", requests=120)
+    alone = simulate(replace(settings, instances=4), trace=replace(trace, instances=trace.instances[:1]))
+    assert alone.counts["fetched blocks"] > 0
+    trace.kinds = dict.fromkeys(trace.instances, "")
+    assert simulate(settings, trace=trace).counts["fetched blocks"] == 0
 
 
 def test_a_replay_by_the_cost_model_has_the_times_of_each_stage(recording: bytes) -> None:
