@@ -22,7 +22,15 @@ from sglang_ext.simulator.crowd import alone, goodput, median_s
 from sglang_ext.simulator.outcome import Outcome
 from sglang_ext.simulator.report import page, print_table
 from sglang_ext.simulator.run import simulate
-from sglang_ext.simulator.settings import NOT_RECORDED, Settings, changed, names_in, same_fleet
+from sglang_ext.simulator.settings import (
+    NOT_RECORDED,
+    OF_A_RECORDING,
+    OF_THE_MIX,
+    Settings,
+    changed,
+    named_in,
+    same_fleet,
+)
 from sglang_ext.simulator.trace import Trace, read_trace
 
 PROG = "sglang-ext simulate"
@@ -142,6 +150,7 @@ def run(given: Arguments) -> int:
     base = changed(settings_of(given, trace), given.settings)
     model = CostModel(load(given.cost_profile)) if given.cost_profile else CostModel()
     runs = {AS_GIVEN: base} | {text: changed(base, text) for text in given.what_if}
+    _check_used(given, runs, trace)
     recorded: Settings | None = None
     if trace is not None:
         recorded = _recorded(trace, base)
@@ -149,7 +158,7 @@ def run(given: Arguments) -> int:
     for settings in runs.values():
         policy_named(settings.policy)
     outcomes = {
-        title: simulate(settings, model, trace, progress=Reports(title, settings.requests))
+        title: simulate(settings, model, _sped(trace, settings), progress=Reports(title, settings.requests))
         for title, settings in runs.items()
     }
     columns = {
@@ -189,6 +198,7 @@ def settings_of(given: Arguments, trace: Trace | None) -> Settings:
             settings,
             instances=len(trace.instances) or settings.instances,
             requests=len(trace.sessions),
+            rate=1.0,
             policy=trace.policy or settings.policy,
             tenants=1 + max((each.tenant for each in trace.sessions), default=0),
             hbm=sizes.get("hbm", settings.hbm),
@@ -202,6 +212,54 @@ def settings_of(given: Arguments, trace: Trace | None) -> Settings:
         if (value := getattr(given, name)) is not None
     }
     return dataclasses.replace(settings, **named)
+
+
+def _check_used(given: Arguments, runs: dict[str, Settings], trace: Trace | None) -> None:
+    """Refuse settings that would change nothing.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    if given.instances not in (None, runs[AS_GIVEN].instances) and "instances" not in named_in(
+        given.settings
+    ):
+        raise ConfigError(
+            f"instances are prefill and decode together, {runs[AS_GIVEN].instances} here; change those by "
+            "--settings prefill=N,decode=M",
+            field="--instances",
+        )
+    for title, settings in runs.items():
+        field, text = ("--settings", given.settings) if title == AS_GIVEN else ("--what-if", title)
+        named = named_in(text)
+        if wrong := [name for name in named if name in (OF_A_RECORDING if trace is None else OF_THE_MIX)]:
+            load = "a recorded load: name it with --trace" if trace is None else (
+                "the built-in load, and --trace gives another one: leave it out"
+            )  # fmt: skip
+            raise ConfigError(f"{wrong[0]} is of {load}", field=field)
+        if trace is None:
+            continue
+        if not named.get("rate", "1x").endswith("x"):
+            raise ConfigError(
+                f"rate={named['rate']}: the rate of a recorded load can only be multiplied, such as rate=2x",
+                field=field,
+            )
+        if settings.requests > len(trace.sessions):
+            raise ConfigError(
+                f"{settings.requests:,} requests cannot be sent: there are {len(trace.sessions):,} in the "
+                "trace. rate=2x has them come in half the time",
+                field=field if "requests" in named else "--requests",
+            )
+        if "observed" in named and settings.observed and not trace.timed:
+            raise ConfigError("the trace has no times of its requests: leave observed=on out", field=field)
+        if settings.closed and len({each.name for each in trace.sessions}) == len(trace.sessions):
+            raise ConfigError(
+                "the trace does not say which requests are of one session: leave closed=on out", field=field
+            )
+
+
+def _sped(trace: Trace | None, settings: Settings) -> Trace | None:
+    """A recorded load at the rate that is asked for."""
+    return trace if trace is None or settings.rate == 1.0 else trace.at_rate(settings.rate)
 
 
 def _recorded(trace: Trace, base: Settings) -> Settings:
@@ -219,8 +277,8 @@ def _timed(
     compared. So they are used where all fleets are the recorded one, and where ``observed`` is named.
     """
     same = trace.timed > 0 and all(same_fleet(settings, recorded) for settings in runs.values())
-    named = {title: "observed" in names_in(title) for title in given.what_if}
-    named[AS_GIVEN] = "observed" in names_in(given.settings)
+    named = {title: "observed" in named_in(title) for title in given.what_if}
+    named[AS_GIVEN] = "observed" in named_in(given.settings)
     return {
         title: settings if named[title] or named[AS_GIVEN] else dataclasses.replace(settings, observed=same)
         for title, settings in runs.items()

@@ -59,7 +59,7 @@ def simulate(
     Args:
         model: the costs of the instances; the defaults without one.
         trace: a recorded load; the mix without one. Its requests take the times that were observed, if they
-            were.
+            were. They come when they came, whatever `Settings.rate` is.
         sessions: another load in the place of the mix, in the order of their start.
         expected: the costs that the router expects, which it corrects; those of the instances without one.
         progress: notified of each request's end.

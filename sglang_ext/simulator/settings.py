@@ -21,7 +21,8 @@ class Settings:
     seed: int = 0
     policy: str = "auto"
     rate: float = 2.0
-    """Requests a second, of each instance on average."""
+    """Requests a second, of each instance on average. With a recorded load, the command takes it in times the
+    recorded rate of the fleet; `simulate` sends that load as it is (`Trace.at_rate`)."""
     hbm: int = 2048
     dram: int = 8192
     disk: int = 0
@@ -106,12 +107,18 @@ NOT_RECORDED: Final = (
 them."""
 FREE: Final = ("requests", "seed", "observed")
 """Settings that do not change a fleet."""
+OF_THE_MIX: Final = (
+    "tenants", "crowd", "seconds", "pause_s", "pause_spread", "learnt_hints",
+)  # fmt: skip
+"""Settings of built-in loads; a recorded one has none of them."""
+OF_A_RECORDING: Final = ("observed", "closed")
 FIELD: Final = "--what-if"
 
 
-def names_in(text: str) -> set[str]:
-    """The settings that a list names."""
-    return {part.partition("=")[0].strip() for part in text.split(",")}
+def named_in(text: str) -> dict[str, str]:
+    """The settings that a list names, and their values, as they are written."""
+    parts = (part.partition("=") for part in text.split(",") if part.strip())
+    return {name.strip(): value.strip() for name, _, value in parts}
 
 
 def same_fleet(one: Settings, other: Settings) -> bool:
@@ -132,7 +139,12 @@ def changed(settings: Settings, text: str) -> Settings:
         if name not in known or not equals:
             raise ConfigError(f"{part!r} is not NAME=VALUE with a name of: {', '.join(known)}", field=FIELD)
         values[name] = _value(name, known[name], value)
-    return checked(dataclasses.replace(settings, **values))
+    found = checked(dataclasses.replace(settings, **values))
+    if values.get("instances", found.instances) != found.instances:
+        raise ConfigError(
+            f"instances are prefill and decode together, {found.instances} here; change those", field=FIELD
+        )
+    return found
 
 
 def _value(name: str, before: Any, text: str) -> Any:

@@ -96,6 +96,8 @@ class Trace:
     decided: dict[str, Decided] = field(default_factory=dict)
     reports: dict[str, list[float]] = field(default_factory=dict)
     """By instance, the moments at which another load than before was reported; some are before the start."""
+    faster: float = 1.0
+    """Arrivals in a time, in times the recorded ones."""
 
     def load(self, *, observed: bool, closed: bool) -> Iterator[Session]:
         """Its requests, in the order of their arrivals or of the beginnings of their sessions.
@@ -111,9 +113,10 @@ class Trace:
         ended: dict[str, float] = {}
         for each in self.sessions:
             session = found.setdefault(each.name, SessionInTurn(each.name, each.tenant, each.start_s))
-            pause_s = max(0.0, each.start_s - ended.get(each.name, each.start_s))
+            start_s = each.start_s * self.faster  # more users do not think faster
+            pause_s = max(0.0, start_s - ended.get(each.name, start_s))
             took_s = 0.0 if each.turn.observed is None else each.turn.observed.last_s
-            ended[each.name] = each.start_s + took_s
+            ended[each.name] = start_s + took_s
             times = each.turn.observed if observed else None
             session.requests.append(replace(each.turn, think_s=pause_s, observed=times))
         yield from found.values()
@@ -124,10 +127,11 @@ class Trace:
         return sum(each.turn.observed is not None for each in self.sessions)
 
     def at_rate(self, factor: float) -> Trace:
-        """The same with so many times the arrivals in a time."""
+        """The same with so many times the arrivals in a time. Loads are reported every second then."""
         sessions = [replace(each, start_s=each.start_s / factor) for each in self.sessions]
         hints = [replace(each, at_s=each.at_s / factor) for each in self.announcements]
-        return replace(self, sessions=sessions, announcements=hints)
+        faster = self.faster * factor
+        return replace(self, sessions=sessions, announcements=hints, reports={}, faster=faster)
 
 
 def read_trace(lines: Iterable[bytes]) -> Trace:

@@ -260,6 +260,8 @@ def test_requests_of_a_session_come_after_their_answers() -> None:
     assert found.arrivals[1] - found.arrivals[0] == pytest.approx(found.jct[0] - FLEET.lag_ms / 1e3 + 2.0)
     (session,) = trace.load(observed=True, closed=True)
     assert [(turn.think_s, turn.observed) for turn in session.turns()] == [(0.0, observed), (2.0, observed)]
+    (session,) = trace.at_rate(2.0).load(observed=True, closed=True)
+    assert [turn.think_s for turn in session.turns()] == [0.0, 2.0], "more users do not think faster"
     again = simulate(replace(settings, closed=False), trace=trace)
     assert again.arrivals[1] - again.arrivals[0] == pytest.approx(3.0)
 
@@ -271,6 +273,60 @@ def test_more_arrivals_in_a_time(recording: bytes) -> None:
     assert faster.sessions[100].turn == trace.sessions[100].turn
 
 
+def test_the_rate_of_a_recorded_load_is_multiplied(
+    recording: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "day.jsonl"
+    path.write_bytes(b"".join(recording.splitlines(keepends=True)[:104]))
+    given = ["--trace", str(path), "--settings", "fetch=off", "--what-if", "rate=1x", "--what-if", "rate=20x"]
+    found = printed(capsys, *given)["outcomes"]
+    same, faster = found["rate=1x"], found["rate=20x"]
+    assert same == found["as given"]
+    assert faster["virtual_seconds"] < 0.5 * same["virtual_seconds"]
+    assert faster["ttft_s"]["mean"] > 2 * same["ttft_s"]["mean"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field", "said"),
+    [
+        (["--settings", "tenants=3"], "--settings", "tenants is of the built-in load"),
+        (["--what-if", "crowd=2"], "--what-if", "crowd is of the built-in load"),
+        (["--what-if", "hbm=2x,pause_s=3"], "--what-if", "pause_s is of the built-in load"),
+        (["--settings", "learnt_hints=0.5"], "--settings", "learnt_hints is of the built-in load"),
+        (["--settings", "rate=5"], "--settings", "such as rate=2x"),
+        (["--requests", "51"], "--requests", "there are 50 in the trace"),
+        (["--what-if", "requests=2x"], "--what-if", "there are 50 in the trace"),
+    ],
+)
+def test_settings_that_a_recorded_load_does_not_have_are_refused(
+    arguments: list[str],
+    field: str,
+    said: str,
+    recording: bytes,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "day.jsonl"
+    path.write_bytes(b"".join(recording.splitlines(keepends=True)[:54]))
+    assert command.main(["--trace", str(path), *arguments]) == 2
+    shown = capsys.readouterr().err
+    assert said in shown
+    assert field in shown
+
+
+@pytest.mark.parametrize("what", ["observed=on", "closed=on"])
+def test_settings_of_recordings_are_refused_without_what_they_need(
+    what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a recording, and with a trace that has neither times nor sessions."""
+    assert command.main(["--settings", what]) == 2
+    assert "--trace" in capsys.readouterr().err
+    path = tmp_path / "mooncake.jsonl"
+    path.write_text('{"timestamp": 1, "input_length": 600, "output_length": 2, "hash_ids": [1, 2]}\n')
+    assert command.main(["--trace", str(path), "--settings", what]) == 2
+    assert f"leave {what} out" in capsys.readouterr().err
+
+
 def test_pairs_of_a_recording_are_simulated_as_pairs(recording: bytes) -> None:
     rows = [json.loads(line) for line in recording.splitlines()]
     members = [row for row in rows if row["type"] == "member"]
@@ -280,6 +336,10 @@ def test_pairs_of_a_recording_are_simulated_as_pairs(recording: bytes) -> None:
     assert trace.instances[0] == members[2]["instance"]
     settings = command.settings_of(command.Arguments(), trace)
     assert (settings.prefill, settings.decode) == (1, 2)
+    for text in ("instances=2", "instances=2x"):
+        with pytest.raises(ConfigError, match="prefill and decode together, 3 here"):
+            changed(settings, text)
+    assert changed(settings, "instances=4, decode=3").instances == 4
     found = simulate(replace(settings, observed=False, requests=60, policy="cost"), trace=trace)
     assert {each.instance for each in found.decided.values()} == {members[2]["instance"]}
     assert all(each.stages["transfer"] > 0 for each in found.decided.values())
