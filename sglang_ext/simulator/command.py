@@ -166,24 +166,23 @@ def run(given: Arguments) -> int:
         for title, outcome in outcomes.items()
     }
     for title, settings in runs.items():
+        outcome, column = outcomes[title], columns[title]
+        column["warnings"] = []
         if settings.crowd:
             unloaded_s = median_s(simulate(alone(settings), model).served)
-            columns[title]["agents"] = goodput(outcomes[title].served, unloaded_s, settings.seconds)
+            column["agents"] = goodput(outcome.served, unloaded_s, settings.seconds)
             continue
-        if trace is None and outcomes[title].capacity_used > SURE:
-            columns[title]["interval"] = _interval(settings, model)
+        replayed = trace is not None and settings.observed
+        if outcome.capacity_used > SURE and not replayed:
+            column["interval"] = _interval(settings, model, trace)
+            column["warnings"].append(_warning(title, outcome, column["interval"]))
+        if replayed and recorded is not None and not same_fleet(settings, recorded):
+            column["warnings"].append(_foreign(title))
     if given.json:
         text = {"settings": {t: dataclasses.asdict(s) for t, s in runs.items()}, "outcomes": columns}
         sys.stdout.write(json.dumps(text, indent=1) + "\n")
     else:
-        console = Console(soft_wrap=True)
-        print_table(console, columns)
-        for title, settings in runs.items():
-            if recorded is not None and settings.observed and not same_fleet(settings, recorded):
-                console.print(_foreign(title))
-        for title, figures in columns.items():
-            if "interval" in figures:
-                console.print(_warning(title, outcomes[title], figures["interval"]))
+        print_table(Console(soft_wrap=True), columns)
     if given.report is not None:
         _write(given.report, page(outcomes, columns, f"{base}; {model!r}"))
     return 0
@@ -310,14 +309,14 @@ def _read(path: Path) -> Trace:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}", field="--trace") from error
 
 
-def _interval(settings: Settings, model: CostModel) -> dict[str, list[float]]:
+def _interval(settings: Settings, model: CostModel, trace: Trace | None) -> dict[str, list[float]]:
     """Mean times at a load that is a tenth smaller, and a tenth larger."""
     requests = min(settings.requests, MARGIN_REQUESTS)
     found = []
     for factor in (1 - MARGIN, 1 + MARGIN):
         around = dataclasses.replace(settings, rate=settings.rate * factor, requests=requests)
         reports = Reports(f"with {factor:.0%} of the load", requests)
-        found.append(simulate(around, model, progress=reports).as_json())
+        found.append(simulate(around, model, _sped(trace, around), progress=reports).as_json())
     return {name: [figures[name]["mean"] for figures in found] for name in ("ttft_s", "jct_s")}
 
 

@@ -21,6 +21,8 @@ ROWS: Final[Sequence[tuple[str, Callable[[Mapping[str, Any]], str]]]] = (
     ("TTFT P50, P90, P99", lambda f: _times(f["ttft_s"])),
     ("JCT P50, P90, P99", lambda f: _times(f["jct_s"])),
     ("TPOT P50, P90, P99", lambda f: _times(f["tpot_s"])),
+    ("mean TTFT at 10 % less and more load", lambda f: _interval(f, "ttft_s")),
+    ("mean JCT at 10 % less and more load", lambda f: _interval(f, "jct_s")),
     ("prompt tokens reused", lambda f: f"{f['reused']:.1%} ({_shares(f['reused_by_tier'])})"),
     ("an oracle of equal capacity", lambda f: _regret(f, "oracle_reused")),
     ("an infinite cache", lambda f: _regret(f, "infinite_reused")),
@@ -37,23 +39,35 @@ ROWS: Final[Sequence[tuple[str, Callable[[Mapping[str, Any]], str]]]] = (
 
 
 def print_table(console: Console, columns: Mapping[str, Mapping[str, Any]]) -> None:
-    """Print outcomes side by side.
+    """Print outcomes side by side, and their warnings.
 
     Args:
-        columns: figures of `Outcome.as_json` by title, and in ``times`` where their times are from.
+        columns: figures of `Outcome.as_json` by title, and in ``times`` where their times are from, in
+            ``warnings`` sentences, and where they were simulated, ``interval`` and ``agents``.
     """
     table = Table(box=None, pad_edge=False)
     table.add_column("")
     for title in columns:
         table.add_column(title, justify="right")
-    for name, text in ROWS:
-        table.add_row(name, *(text(figures) for figures in columns.values()))
-    for kind in ("link_bytes", "counts"):
-        for name in sorted({name for figures in columns.values() for name in figures[kind]}):
-            unit = " bytes" if kind == "link_bytes" else ""
-            values = (f"{figures[kind].get(name, 0):,.0f}{unit}" for figures in columns.values())
-            table.add_row(name, *values)
+    for name, values in rows_of(columns):
+        table.add_row(name, *values)
     console.print(table)
+    for warning in warnings_of(columns):
+        console.print(warning)
+
+
+def rows_of(columns: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
+    """The table: the name of each row, and its text in each column."""
+    found = [(name, [text(figures) for figures in columns.values()]) for name, text in ROWS]
+    for kind, unit in (("link_bytes", " bytes"), ("counts", "")):
+        for name in sorted({name for figures in columns.values() for name in figures[kind]}):
+            found.append((name, [f"{figures[kind].get(name, 0):,.0f}{unit}" for figures in columns.values()]))
+    return found
+
+
+def warnings_of(columns: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The warnings of all columns."""
+    return [warning for figures in columns.values() for warning in figures["warnings"]]
 
 
 def _times(spread: Mapping[str, float]) -> str:
@@ -66,6 +80,13 @@ def _shares(shares: Mapping[str, float]) -> str:
 
 def _agreement(found: Mapping[str, float]) -> str:
     return f"{found['instance']:.1%}, hits {found['exact_hits']:.1%}" if found else "-"
+
+
+def _interval(figures: Mapping[str, Any], name: str) -> str:
+    if "interval" not in figures:
+        return "-"
+    low, high = figures["interval"][name]
+    return f"{low * 1e3:,.0f} to {high * 1e3:,.0f} ms"
 
 
 def _agents(figures: Mapping[str, Any], name: str) -> str:
@@ -90,10 +111,11 @@ def page(outcomes: Mapping[str, Outcome], columns: Mapping[str, Mapping[str, Any
     head = "".join(f"<th>{html.escape(title)}</th>" for title in columns)
     rows = "".join(
         f"<tr><td>{html.escape(name)}</td>"
-        + "".join(f"<td>{html.escape(text(figures))}</td>" for figures in columns.values())
+        + "".join(f"<td>{html.escape(value)}</td>" for value in values)
         + "</tr>"
-        for name, text in ROWS
+        for name, values in rows_of(columns)
     )
+    warnings = "".join(f"<p class='warning'>{html.escape(warning)}</p>" for warning in warnings_of(columns))
     tiers = sorted({tier for figures in columns.values() for tier in figures["reused_by_tier"]})
     reused = [
         (title, [figures["reused_by_tier"].get(tier, 0.0) for tier in tiers])
@@ -109,8 +131,8 @@ def page(outcomes: Mapping[str, Outcome], columns: Mapping[str, Mapping[str, Any
         "<!doctype html><html lang='en'><meta charset='utf-8'><title>sglang-ext simulate</title>"
         "<style>body{font:14px sans-serif;margin:2em}table{border-collapse:collapse}"
         "td,th{padding:3px 12px;text-align:right;border-bottom:1px solid #ddd}td:first-child{text-align:left}"
-        "svg{margin:12px 12px 0 0}</style>"
-        f"<h1>sglang-ext simulate</h1><p>{html.escape(note)}</p>"
+        "svg{margin:12px 12px 0 0}.warning{color:#b00}</style>"
+        f"<h1>sglang-ext simulate</h1><p>{html.escape(note)}</p>{warnings}"
         f"<table><tr><th></th>{head}</tr>{rows}</table><div>{''.join(plots)}</div></html>\n"
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -252,8 +253,9 @@ def test_two_runs_of_one_seed_write_the_same_bytes() -> None:
 
 
 def test_the_command_compares_fleets_and_writes_a_page(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     page = tmp_path / "page.html"
     assert (
         command.main(
@@ -265,7 +267,15 @@ def test_the_command_compares_fleets_and_writes_a_page(
     out = capsys.readouterr().out
     assert "an infinite cache" in out
     assert "of the capacity is used" in out, "the load is above what two instances can serve"
-    assert page.read_text().count("<svg") == 4
+    written = page.read_text()
+    assert written.count("<svg") == 4
+    (warning,) = [line for line in out.splitlines() if line.startswith("as given: ")]
+    assert f"<p class='warning'>{warning}</p>" in written
+    for row in ("times of requests", "mean TTFT at 10 % less and more load", "DRAM to HBM", "tree inserts"):
+        (line,) = [line for line in out.splitlines() if line.startswith(row + " ")]
+        cells = " ".join(line.removeprefix(row).split())
+        (shown,) = re.findall(f"<td>{re.escape(row)}</td>(.*?)</tr>", written)
+        assert " ".join(re.findall("<td>(.*?)</td>", shown)) == cells, row
 
 
 @pytest.mark.parametrize(

@@ -284,6 +284,16 @@ def test_the_rate_of_a_recorded_load_is_multiplied(
     assert same == found["as given"]
     assert faster["virtual_seconds"] < 0.5 * same["virtual_seconds"]
     assert faster["ttft_s"]["mean"] > 2 * same["ttft_s"]["mean"]
+    # Near the capacity, with the mean times at a little less and a little more load.
+    assert not same["warnings"]
+    low, high = faster["interval"]["ttft_s"]
+    assert low < faster["ttft_s"]["mean"] < high
+    (warning,) = faster["warnings"]
+    assert warning.startswith("rate=20x: ")
+    # Times that were recorded are known; the twin has no interval.
+    found = printed(capsys, "--trace", str(path), "--settings", "fetch=off,observed=on,rate=20x")
+    assert found["outcomes"]["as given"]["capacity_used"] > command.SURE
+    assert "interval" not in found["outcomes"]["as given"]
 
 
 @pytest.mark.parametrize(
