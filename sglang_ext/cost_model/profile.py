@@ -206,19 +206,32 @@ def load(path: Path) -> Profile:
         ) from error
     if size > MAX_BYTES:
         raise ConfigError(f"{path} has {size} bytes; it is no cost profile", field=FIELD, hint=again)
+    return parse(data, str(path))
+
+
+def parse(data: bytes, where: str) -> Profile:
+    """A profile from its JSON.
+
+    Args:
+        where: it is from, for errors.
+
+    Raises:
+        ConfigError: it is none, of another schema, or holds something impossible; names the field.
+    """
+    again = "Measure it again: sglang-ext calibrate"
     try:
         head = msgspec.json.decode(data)
         schema = head.get("schema") if isinstance(head, dict) else None
         if schema != SCHEMA:
             raise ConfigError(
-                f"{path} is a profile of schema {schema!r}, this version reads {SCHEMA}",
+                f"{where} is a profile of schema {schema!r}, this version reads {SCHEMA}",
                 field=FIELD,
                 hint=again,
             )
         profile = msgspec.json.decode(data, type=Profile)
     except msgspec.MsgspecError as error:
-        raise ConfigError(f"{path} is no cost profile: {error}", field=FIELD, hint=again) from error
-    check(profile, str(path))
+        raise ConfigError(f"{where} is no cost profile: {error}", field=FIELD, hint=again) from error
+    check(profile, where)
     return profile
 
 

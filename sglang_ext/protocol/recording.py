@@ -2,7 +2,7 @@
 
 A file has one JSON object in each line, tagged by ``type``:
 
-    head      first in each file: block size, policy, start
+    head      first in each file: block size, policy, costs, start; again when the costs have changed
     member    an instance, when it is first seen or has changed
     gone      an instance has left
     load      a load report was applied
@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import msgspec
 
@@ -53,10 +53,12 @@ class Line(msgspec.Struct, frozen=True, tag_field="type", omit_defaults=True):
 
 
 class Head(Line, frozen=True, tag="head"):
-    """The first line of a file.
+    """The first line of a file, and another beginning in it: lines after it refer to no names before it.
 
     router: its name. key_id: the same in all files whose names can be compared. block_size: tokens of a
-    block. settings: of the router that a replay needs, by flag.
+    block. settings: of the router that a replay needs, by flag. costs: that the router expects of its
+    instances before it corrects them, as the JSON of a cost profile; empty for the defaults, and in files of
+    earlier versions.
     """
 
     version: int
@@ -65,6 +67,7 @@ class Head(Line, frozen=True, tag="head"):
     block_size: int
     policy: str
     settings: Mapping[str, str | float] = {}
+    costs: Mapping[str, Any] = {}
 
 
 class Fill(msgspec.Struct, frozen=True, omit_defaults=True):

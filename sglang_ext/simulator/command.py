@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich.console import Console
 
 from sglang_ext.clock import SystemClock
 from sglang_ext.cost_model import CostModel, load
+from sglang_ext.cost_model.profile import parse
 from sglang_ext.errors import ConfigError, SglangExtError
 from sglang_ext.flags import COUNT, Flagged, flag
 from sglang_ext.router.policies import policy_named
@@ -123,7 +125,9 @@ class Arguments(Flagged):
         common=True,
     )
     cost_profile: Path | None = flag(
-        None, "Measured costs of the instances, instead of the defaults.", metavar="FILE"
+        None,
+        "Measured costs of the instances: those that the recording's router expected, or the defaults.",
+        metavar="FILE",
     )
     json: bool = flag(False, "Print JSON.")
     report: Path | None = flag(None, "Write a page of HTML with plots here.", metavar="FILE")
@@ -148,7 +152,7 @@ def run(given: Arguments) -> int:
     logging.getLogger("sglang_ext").setLevel(logging.ERROR)
     trace = None if given.trace is None else _read(given.trace)
     base = changed(settings_of(given, trace), given.settings)
-    model = CostModel(load(given.cost_profile)) if given.cost_profile else CostModel()
+    model = _model(given, trace)
     runs = {AS_GIVEN: base} | {text: changed(base, text) for text in given.what_if}
     _check_used(given, runs, trace)
     recorded: Settings | None = None
@@ -211,6 +215,23 @@ def settings_of(given: Arguments, trace: Trace | None) -> Settings:
         if (value := getattr(given, name)) is not None
     }
     return dataclasses.replace(settings, **named)
+
+
+def _model(given: Arguments, trace: Trace | None) -> CostModel:
+    """The costs that are named, else those of the recording's router, else the defaults.
+
+    Raises:
+        ConfigError: they cannot be used.
+    """
+    if given.cost_profile:
+        return CostModel(load(given.cost_profile))
+    if trace is None or not trace.costs:
+        return CostModel()
+    try:
+        return CostModel(parse(msgspec.json.encode(trace.costs), "the costs of the recording"))
+    except ConfigError as error:
+        hint = "Name a profile with --cost-profile"
+        raise ConfigError(error.message, field="--trace", hint=hint) from error
 
 
 def _check_used(given: Arguments, runs: dict[str, Settings], trace: Trace | None) -> None:

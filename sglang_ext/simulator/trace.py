@@ -86,6 +86,9 @@ class Trace:
     policy: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
     """By the names of `Settings`."""
+    costs: Mapping[str, Any] = field(default_factory=dict)
+    """That the router expected, as the JSON of a cost profile; empty for the defaults, or where they were not
+    recorded."""
     kinds: Mapping[str, str] = field(default_factory=dict)
     """Of the KV of each instance that exports it: those of one kind fetch from each other. Empty where that
     is not recorded; then all do."""
@@ -167,6 +170,7 @@ def _recording(lines: Iterator[bytes]) -> Trace:
                     field="--trace",
                 )
             trace.policy, trace.settings = line.policy, _settings(line.settings)
+            trace.costs = line.costs
         elif isinstance(line, Member):
             members[line.instance] = line
         elif isinstance(line, Request) and line.status == 200 and len(line.prompts) == 1:

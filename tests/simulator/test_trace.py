@@ -7,10 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from sglang_ext.cost_model import Batch, CostModel
+from sglang_ext.cost_model import ArchLevel, Batch, CostModel, Identity, Profile, Quality
 from sglang_ext.cost_model.model import DefaultExecution
+from sglang_ext.cost_model.profile import SCHEMA
 from sglang_ext.errors import ConfigError
 from sglang_ext.protocol.recording import Choice, Fill, Head, Loaded, Member, Namer, Request, Writer
 from sglang_ext.simulator import command
@@ -53,13 +55,29 @@ def load() -> Trace:
     raise AssertionError("the mix has no end")
 
 
-def recorded(*, blank: bool = False) -> bytes:
-    """The recording that a router of that fleet would have written. blank: without choices and hits."""
+PROFILE = Profile(
+    schema=SCHEMA,
+    identity=Identity("a/model", "a device", "bfloat16"),
+    arch=ArchLevel((0.1, 0.0, 2e-5, 0.0, 0.0, 0.0)),
+    quality=Quality(1, 0.0),
+    longest_prompt=4096,
+    kv_bytes_per_token=1 << 20,
+)
+
+
+def recorded(*, blank: bool = False, policy: str = FLEET.policy, costs: Profile | None = None) -> bytes:
+    """The recording that a router of that fleet would have written.
+
+    Args:
+        blank: without choices and hits.
+        costs: that it expects; the defaults without.
+    """
     trace = load()
-    outcome = simulate(FLEET, trace=trace)
+    outcome = simulate(replace(FLEET, policy=policy), CostModel(costs), trace)
     namer, writer = Namer(b"k" * 16, 16), Writer()
     tiers = {"hbm": Fill(0, FLEET.hbm), "dram": Fill(0, FLEET.dram)}
-    lines: list[bytes] = [writer.line(Head(0.0, 1, "r", namer.key_id, 16, FLEET.policy))]
+    head = Head(0.0, 1, "r", namer.key_id, 16, policy, {}, msgspec.to_builtins(costs) if costs else {})
+    lines: list[bytes] = [writer.line(head)]
     lines += [writer.line(Member(0.0, name, "colocated", tiers)) for name in trace.instances]
     for session in trace.sessions:
         turn, decided = session.turn, outcome.decided[session.turn.id]
@@ -217,6 +235,40 @@ def test_an_instance_beyond_the_recorded_ones_fetches_like_them(recording: bytes
     assert alone.counts["fetched blocks"] > 0
     trace.kinds = dict.fromkeys(trace.instances, "")
     assert simulate(settings, trace=trace).counts["fetched blocks"] == 0
+
+
+def test_a_replay_takes_the_costs_of_its_recording(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The twin has lost them: the router expects the defaults, and chooses otherwise."""
+    path = tmp_path / "day.jsonl"
+
+    def replayed(lines: list[bytes], *more: str) -> tuple[float, str]:
+        path.write_bytes(b"".join(lines))
+        both = ["--settings", "fetch=off", "--what-if", "observed=off"]
+        found = printed(capsys, "--trace", str(path), *both, *more)["outcomes"]
+        return found["as given"]["agreement"]["instance"], found["observed=off"]["times"]
+
+    lines = recorded(policy="cost", costs=PROFILE).splitlines(keepends=True)
+    agrees, times = replayed(lines)
+    assert agrees >= 0.95
+    assert times == "by the cost model (calibrated)"
+    head = json.loads(lines[0])
+    costs = head.pop("costs")
+    without = [json.dumps(head).encode() + b"\n", *lines[1:]]
+    lost, times = replayed(without)
+    assert lost < 0.8
+    assert times == "by the cost model (defaults)"
+    profile = tmp_path / "profile.json"
+    profile.write_bytes(json.dumps(costs).encode())
+    assert replayed(without, "--cost-profile", str(profile))[0] == agrees
+    other = json.dumps(head | {"costs": costs | {"schema": 1}}).encode() + b"\n"
+    path.write_bytes(b"".join([other, *lines[1:]]))
+    assert command.main(["--trace", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert "the costs of the recording is a profile of schema 1" in said
+    assert "--cost-profile" in said
+    assert command.main(["--trace", str(path), "--requests", "1", "--cost-profile", str(profile)]) == 0
 
 
 def test_a_replay_by_the_cost_model_has_the_times_of_each_stage(recording: bytes) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
+
 from sglang_ext.protocol.recording import VERSION, Head, Namer
 from sglang_ext.router.app.foundation import Foundation
 from sglang_ext.router.app.instance_parts import InstanceParts
@@ -118,7 +120,9 @@ def _recorder(base: Foundation, of: InstanceParts, routing: RoutingParts, log: R
     }
 
     def head(at: float, key_id: str) -> Head:
-        return Head(at, VERSION, base.name, key_id, config.block_size, config.policy, settings)
+        profile = of.costs.model.profile
+        costs = {} if profile is None else msgspec.to_builtins(profile)
+        return Head(at, VERSION, base.name, key_id, config.block_size, config.policy, settings, costs)
 
     def role_of(name: str) -> str:
         row = of.fleet.rows.get(name)
@@ -133,6 +137,7 @@ def _recorder(base: Foundation, of: InstanceParts, routing: RoutingParts, log: R
         kind_of=of.agents.shares_kv,
         chunk_of=lambda name: of.fleet.batching(name).chunk,
         beat_of=of.agents.beat,
+        costs_of=lambda: of.costs.model.profile,
     )
     log.ended.subscribe(recorder.on_ended)
     routing.advisor.offered.subscribe(recorder.on_hint)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping
 
 from sglang_ext.clock import Clock
+from sglang_ext.cost_model import Profile
 from sglang_ext.protocol.agent import Beat, Events, Load, SnapshotEnd
 from sglang_ext.protocol.recording import (
     AnyLine,
@@ -49,6 +50,7 @@ class Recorder:
         kind_of: the kind of its KV, by name; None where it cannot be fetched.
         chunk_of: tokens of a prompt that it computes in one pass, by name.
         beat_of: the last heartbeat of an instance, by name.
+        costs_of: the costs that the router expects of its instances now; None for the defaults.
     """
 
     def __init__(
@@ -62,8 +64,10 @@ class Recorder:
         kind_of: Callable[[str], Hashable],
         chunk_of: Callable[[str], int],
         beat_of: Callable[[str], Beat | None],
+        costs_of: Callable[[], Profile | None],
     ) -> None:
         self.file = file
+        self._costs_of, self._costs = costs_of, costs_of()
         self._clock = clock
         self._role_of, self._kind_of, self._chunk_of = role_of, kind_of, chunk_of
         self._beat_of = beat_of
@@ -172,7 +176,11 @@ class Recorder:
             self._put(Gone(self.at(self._clock.monotonic()), name))
 
     def _see(self, name: str) -> None:
-        """Write the line of an instance if it has changed."""
+        """Write the line of an instance if it has changed, and the head if the costs have: they may be those
+        of the first instance that comes."""
+        if (costs := self._costs_of()) is not self._costs:
+            self._costs = costs
+            self.file.begin_again()
         role, beat = self._role_of(name), self._beat_of(name)
         fills = () if beat is None else tuple((fill.level, fill.size) for fill in beat.fills)
         kind, chunk = self._kind_of(name), self._chunk_of(name)

@@ -130,6 +130,16 @@ class RecordFile:
             self._pending_bytes += size
         self._queue.put((lines, size))
 
+    def begin_again(self) -> None:
+        """Write the first lines of a file once more, soon: one of them has changed. Names before them count
+        as not written."""
+
+        def lines(_namer: Namer, _writer: Writer) -> Iterable[AnyLine]:
+            self._writer = Writer()
+            return self._beginning()
+
+        self.put(lines)
+
     def close(self) -> None:
         """Write the lines that wait, and end the thread."""
         if self._thread.is_alive():

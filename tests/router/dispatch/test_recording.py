@@ -7,8 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from sglang_ext.cost_model import ArchLevel, CostModel, Identity, Profile, Quality, save
+from sglang_ext.cost_model.profile import SCHEMA, parse
 from sglang_ext.errors import ConfigError
 from sglang_ext.protocol.agent import Events, Load
 from sglang_ext.protocol.recording import (
@@ -25,6 +28,14 @@ from sglang_ext.protocol.recording import (
 from sglang_ext.router.telemetry.record_file import RecordFile, recording_key
 
 WORDS = "It reads files and edits code with care. " * 12
+PROFILE = Profile(
+    schema=SCHEMA,
+    identity=Identity("a/model", "a device", "bfloat16"),
+    arch=ArchLevel((0.02, 0.0, 1e-4, 0.0, 0.0, 0.0)),
+    quality=Quality(1, 0.0),
+    longest_prompt=4096,
+    kv_bytes_per_token=4096,
+)
 SECRET = "the user's secret words"
 
 
@@ -96,6 +107,43 @@ async def test_a_conversation_is_recorded_without_its_words(
     assert [(line.running, line.queued, line.queued_tokens) for line in loads] == [(1, 2, 300)]
     (applied,) = [line for line in rest if isinstance(line, Applied)]
     assert (applied.first, applied.age_s) == (7, 0.25)
+
+
+async def test_the_costs_that_the_router_expects_are_recorded(
+    start_worker, start_router, client, stack, tmp_path
+) -> None:
+    """Those of its flag; and others that come later, in another head. After it, names are written again."""
+    path, kept = tmp_path / "day.jsonl", tmp_path / "profile.json"
+    save(PROFILE, kept)
+    router = await start_router(await start_worker(), record=str(path), cost_profile=str(kept))
+    await talk(client, router, 2)
+    other = msgspec.structs.replace(PROFILE, estimated=True)
+    router.costs.use(CostModel(other))
+    await talk(client, router, 2)
+    await stack.aclose()
+    lines = lines_of(path)
+    heads = [line for line in lines if isinstance(line, Head)]
+    assert [parse(msgspec.json.encode(head.costs), "a head") for head in heads] == [PROFILE, other]
+    second = lines.index(heads[1])
+    assert second > 2
+    assert isinstance(lines[second + 1], Member)
+    asked = [line for line in lines[second:] if isinstance(line, Request)]
+    assert len(asked) == 2
+    whole = path.read_bytes().splitlines(keepends=True)
+    assert list(read_recording(whole[second:])) == lines[second:], "it can be read alone"
+
+
+async def test_a_recording_of_a_router_with_the_defaults_has_no_costs(
+    start_worker, start_router, client, stack, tmp_path
+) -> None:
+    path = tmp_path / "day.jsonl"
+    router = await start_router(await start_worker(), record=str(path))
+    await talk(client, router, 1)
+    router.costs.use(CostModel())
+    await talk(client, router, 1)
+    await stack.aclose()
+    assert [line.costs for line in lines_of(path) if isinstance(line, Head)] == [{}]
+    assert b"costs" not in path.read_bytes().partition(b"\n")[0]
 
 
 async def test_hints_are_recorded_with_their_lead(
