@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -25,6 +26,7 @@ from sglang_ext.simulator.settings import Settings, changed
 from sglang_ext.simulator.virtual_time import VirtualLoop
 from sglang_ext.simulator.workload import Session, Turn, mixed
 from sglang_ext.tiers import Tier
+from tests.simulator.small_fleet import AS_RECORDED, PAIRS, check_parts, write_recording
 
 SMALL = "hbm=700,dram=1500,requests=150"
 
@@ -234,22 +236,35 @@ def test_a_policy_that_follows_prefixes_reuses_more_than_turns() -> None:
     assert by_prefix.as_json()["reused"] > by_turns.as_json()["reused"] + 0.05
 
 
-def test_two_runs_of_one_seed_write_the_same_bytes() -> None:
-    """Under other hashes of strings, which decide the order of sets."""
-    arguments = [
-        sys.executable, "-m", "sglang_ext.cli", "simulate", "--json", "--seed", "3", "--requests", "80",
-        "--instances", "3", "--policy", "cost",
-        "--settings", "hbm=500,dram=900,hints=0.4,failures=150,tenants=3",
-    ]  # fmt: skip
+def written_twice(*arguments: str) -> Any:
+    """The JSON of the command, which two runs write alike under other hashes of strings: those decide the
+    order of sets."""
+    words = [sys.executable, "-m", "sglang_ext.cli", "simulate", "--json", "--seed", "3", *arguments]
     written = [
         subprocess.run(
-            arguments, capture_output=True, check=True, cwd=Path(__file__).parents[2],
+            words, capture_output=True, check=True, cwd=Path(__file__).parents[2],
             env={"PYTHONHASHSEED": seed, "SGLANG_EXT_NATIVE": "0"},
         ).stdout
         for seed in ("1", "4711")
     ]  # fmt: skip
     assert written[0] == written[1]
-    assert json.loads(written[0])["outcomes"]["as given"]["requests"] > 70
+    return json.loads(written[0])["outcomes"]
+
+
+def test_two_runs_of_one_seed_write_the_same_bytes() -> None:
+    found = written_twice(
+        "--requests", "80", "--instances", "3", "--policy", "cost",
+        "--settings", "hbm=500,dram=900,hints=0.4,failures=150,tenants=3",
+    )  # fmt: skip
+    assert found["as given"]["requests"] > 70
+
+
+def test_two_runs_of_a_recording_write_the_same_bytes(tmp_path: Path) -> None:
+    """With disks; and with pairs and returns beside it."""
+    path = tmp_path / "day.jsonl"
+    write_recording(path)
+    found = written_twice("--trace", str(path), "--settings", AS_RECORDED, "--what-if", PAIRS)
+    check_parts(found["as given"], found[PAIRS])
 
 
 def test_the_command_compares_fleets_and_writes_a_page(

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ast
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+from tests.simulator.small_fleet import AS_RECORDED, PAIRS, check_parts, write_recording
 
 ROOT = Path(__file__).parents[2]
 ENTRY_POINTS = {
@@ -130,18 +134,41 @@ for module, names in (
 ):
     for name in names:
         refuse(module, name)
+import json
+from sglang_ext.simulator.command import Arguments, settings_of
 from sglang_ext.simulator.run import simulate
 from sglang_ext.simulator.settings import Settings, changed
-print(simulate(changed(Settings(), sys.argv[1])).requests)
+from sglang_ext.simulator.trace import read_trace
+
+what, *traces = sys.argv[1:]
+trace, settings = None, Settings()
+if traces:
+    with open(traces[0], "rb") as file:
+        trace = read_trace(file)
+    settings = settings_of(Arguments(), trace)
+print(json.dumps(simulate(changed(settings, what), None, trace).as_json()))
 """
+
+
+def probed(*arguments: str) -> Any:
+    """The figures of a simulation in which such a call of ours raises."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, *arguments], capture_output=True, text=True, check=False, cwd=ROOT,
+        env={"SGLANG_EXT_NATIVE": "0"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
 
 
 def test_a_run_calls_neither_clocks_nor_generators_of_the_machine() -> None:
     """With hints, fetches, deaths and tenants: the reasons of the exceptions above are true."""
     what = "instances=3,requests=60,policy=cost,hbm=400,dram=800,hints=0.5,failures=100,tenants=2"
-    done = subprocess.run(
-        [sys.executable, "-c", PROBE, what], capture_output=True, text=True, check=False, cwd=ROOT,
-        env={"SGLANG_EXT_NATIVE": "0"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert int(done.stdout) > 0
+    assert probed(what)["requests"] > 0
+
+
+def test_a_replay_calls_neither(tmp_path: Path) -> None:
+    """With disks; and with pairs and returns beside them."""
+    path = tmp_path / "day.jsonl"
+    write_recording(path)
+    as_recorded = probed(AS_RECORDED, str(path))
+    check_parts(as_recorded, probed(f"{AS_RECORDED},{PAIRS}", str(path)))
