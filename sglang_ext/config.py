@@ -372,8 +372,7 @@ class KvConfig(Flagged):
         "pull",
         "With --disaggregation-transfer-backend global: pull (prefill computes at once, decode allocates and "
         "reads when it is done), push (decode allocates first, prefill writes when it is done) or "
-        "push-by-layer (prefill writes each layer while it computes the next; host memory only). The same on "
-        "every server.",
+        "push-by-layer (prefill writes each layer while it computes the next). The same on every server.",
         one_of("pull", "push", "push-by-layer"),
         common=True,
     )

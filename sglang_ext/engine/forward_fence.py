@@ -16,7 +16,10 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
+
+from sglang_ext.disagg.runs import Ids
 
 Passed = Callable[[], bool]
 """Whether the passes that had been launched when a fence was set have ended. From any thread."""
@@ -59,6 +62,20 @@ class ForwardFence:
 
         # Several threads may ask at once.
         return lambda: all(event.query() for event in events)
+
+
+def on_host(numbers: torch.Tensor) -> Callable[[], Ids]:
+    """Begin to copy whole numbers from their device, without waiting for it. Returns a function that gives
+    them, once a fence that is set after this call has passed. From any thread.
+    """
+    if not numbers.is_cuda:
+        found = numbers.numpy().astype(np.int64)
+        return lambda: found
+    # Other types than the target's would be converted here, before they have come.
+    there = numbers.to(torch.int64)
+    here = torch.empty(len(there), dtype=torch.int64).pin_memory()
+    here.copy_(there, non_blocking=True)
+    return lambda: np.asarray(here.numpy())
 
 
 async def until_passed(passed: Passed) -> None:

@@ -17,6 +17,7 @@ from typing import Any, get_args
 
 from sglang_ext.clock import Clock, SystemClock
 from sglang_ext.disagg.transfer.staging import STAGING
+from sglang_ext.engine.forward_fence import Passed, nothing_runs
 from sglang_ext.engine.pd.answers import Answers, ReceivesReturns, Returns
 from sglang_ext.engine.pd.bootstrap import Registry, keep_registered
 from sglang_ext.engine.pd.decode_receiver import DecodeReceiver
@@ -190,9 +191,11 @@ class Agent:
         """Run something on the transfer thread. From any thread."""
         self.transfers.loop.call_soon_threadsafe(self._started.start, work)
 
-    def layer_feed(self, first: int, layers: int) -> LayerFeed:
-        """Sends layers as a forward pass computes them."""
-        return LayerFeed(self.transfers.loop, first, layers)
+    def layer_feed(
+        self, first: int, layers: int, fence: Callable[[], Passed] = lambda: nothing_runs
+    ) -> LayerFeed:
+        """Sends layers as a forward pass computes them. fence: see `LayerFeed`."""
+        return LayerFeed(self.transfers.loop, first, layers, fence, self._started.start)
 
     def settle(self, future: asyncio.Future[None]) -> None:
         """Settle a future, so that its waiter goes on. From any thread."""

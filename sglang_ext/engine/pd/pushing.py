@@ -3,7 +3,8 @@
 Whole, it may be packed first (`disagg/transfer/staging.py`), and is then written as one range.
 
 By layer (MemServe, section 5.2), a layer of the pages that a forward pass completes is sent while the next
-layers are computed; the rest (cached prefixes, the last page of a chunk) goes at the end. SGLang may give a
+layers are computed; the rest (cached prefixes, the last page of a chunk) goes at the end. A device computes
+a layer some time after its launch: the layer is sent behind a fence that is set then. SGLang may give a
 request other slots for the same tokens when another request has inserted them first: pages that were sent
 from other slots than the request's last ones are sent again.
 """
@@ -11,10 +12,10 @@ from other slots than the request's last ones are sent again.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Final
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 import numpy as np
 
@@ -24,6 +25,7 @@ from sglang_ext.disagg.runs import Ids
 from sglang_ext.disagg.transfer.engine import Endpoint
 from sglang_ext.disagg.transfer.instance import Instance
 from sglang_ext.disagg.transfer.staging import STAGING, Staging
+from sglang_ext.engine.forward_fence import Passed, until_passed
 from sglang_ext.engine.pd.messages import Push
 from sglang_ext.engine.transfer_thread import HBM_POOL
 from sglang_ext.errors import SglangExtError
@@ -64,6 +66,8 @@ class Writing:
         """Page of ours from which all layers of each page were sent."""
         self.layers_ahead = 0
         """Pages times layers that were sent before their request was computed."""
+        self.ahead: asyncio.Event | None = None
+        """Set once the newest of its launched layers are sent; None before the first."""
         self.refused: TransferError | None = None
         """Why a layer could not be sent ahead; `finish` raises it."""
 
@@ -108,6 +112,8 @@ class Writing:
 
     async def finish(self, pages: Ids) -> None:
         """Send the pages that were not sent from their present place, and give the grant back."""
+        if self.ahead is not None:
+            await self.ahead.wait()
         if self.refused is not None:
             raise self.refused
         places = np.flatnonzero(self.sent != pages)
@@ -250,55 +256,106 @@ class Filling:
 class Computing:
     """Pages of one request that the forward pass under way completes.
 
-    places: of those that decode lacks, by number. pages: ours. writings: gives the request's `Writing`s.
+    places: of those that decode lacks, by number. pages: gives ours, once a fence behind a layer has passed.
+    writings: gives the request's `Writing`s.
     """
 
     places: Ids
-    pages: Ids
+    pages: Callable[[], Ids]
     writings: Callable[[], list[Writing]]
 
 
-class LayerFeed:
-    """Sends layers of a forward pass as they are computed. In the scheduler's thread, but for `_send`.
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """Layers of a pass, computed once `passed`. sent: set when they are sent, or never will be."""
 
-    first, layers: of this pipeline stage, in the whole model.
+    computing: list[Computing]
+    layers: range
+    passed: Passed
+    sent: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class LayerFeed:
+    """Sends layers of a forward pass as they are computed. The scheduler's thread calls the public methods,
+    which wait for no device; the event loop sends each layer behind its fence.
+
+    first, layers: of this pipeline stage, in the whole model. fence: sets one behind all that is launched.
+    start: runs something on the event loop, in its thread.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, first: int, layers: int) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        first: int,
+        layers: int,
+        fence: Callable[[], Passed],
+        start: Callable[[Coroutine[Any, Any, None]], object],
+    ) -> None:
         self._loop = loop
         self._first = first
         self._layers = layers
+        self._fence = fence
+        self._start = start
         self._now: list[Computing] = []
         self._next = 0
+        self._waiting: deque[_Launched] = deque()
+        """In the order of their launches, which is that of their ends."""
 
     def forward_begins(self, computing: list[Computing]) -> None:
         """A batch is about to run."""
         self._now, self._next = computing, 0
 
     def layer_begins(self, layer: int) -> None:
-        """The KV of a layer is being written, so that all before it is complete."""
-        done = layer - self._first
-        if self._now and self._next < done:
-            self._loop.call_soon_threadsafe(self._send, self._now, range(self._next, done))
-            self._next = done
+        """The KV of a layer is about to be written: all before it is complete, or launched."""
+        self._launch(layer - self._first)
 
     def forward_ended(self) -> None:
-        """The batch has run: its last layer is complete too."""
-        if self._now:
-            self._loop.call_soon_threadsafe(self._send, self._now, range(self._next, self._layers))
+        """The batch has run, or is launched: its last layer too, and all of those that called no Python."""
+        self._launch(self._layers)
         self._now = []
+
+    def _launch(self, layers: int) -> None:
+        """So many layers of the pass are launched."""
+        if not self._now or self._next >= layers:
+            return
+        launched = _Launched(self._now, range(self._next, layers), self._fence())
+        self._next = layers
+        self._loop.call_soon_threadsafe(self._add, launched)
+
+    def _add(self, launched: _Launched) -> None:
+        for each in launched.computing:
+            for writing in each.writings():
+                writing.ahead = launched.sent
+        self._waiting.append(launched)
+        if len(self._waiting) == 1:
+            self._start(self._send_waiting())
+
+    async def _send_waiting(self) -> None:
+        while self._waiting:
+            launched = self._waiting[0]
+            try:
+                await until_passed(launched.passed)
+                self._send(launched.computing, launched.layers)
+            except Exception as error:  # noqa: BLE001 - ends these requests; layers of others go on
+                self._refuse(launched.computing, f"layers cannot be sent: {error}")
+            self._waiting.popleft()
+            launched.sent.set()
+
+    def _refuse(self, computing: list[Computing], reason: str) -> None:
+        for each in computing:
+            for writing in each.writings():
+                writing.refused = writing.refused or TransferError(reason)
 
     def _send(self, computing: list[Computing], layers: range) -> None:
         model = [self._first + layer for layer in layers]
-        if not model:
-            return
         for each in computing:
+            pages = each.pages()
             for writing in each.writings():
                 try:
-                    writing.write(each.places, each.pages, model)
+                    writing.write(each.places, pages, model)
                 except TransferError as error:  # of this request alone
                     writing.refused = writing.refused or error
                     continue
                 writing.layers_ahead += each.places.size * len(model)
                 if layers.stop == self._layers:
-                    writing.sent[each.places] = each.pages
+                    writing.sent[each.places] = pages

@@ -409,7 +409,7 @@ def test_layers_are_pushed_while_the_next_are_computed(moved: bool) -> None:
         (writing,) = given.writings()
         # The first page is a cached prefix; the forward pass computes the two after it.
         feed = servers.prefill[0].agent.layer_feed(0, LAYERS)
-        feed.forward_begins([Computing(np.array([1, 2]), np.array(here[1:3]), lambda: given.writings())])
+        feed.forward_begins([Computing(np.array([1, 2]), lambda: np.array(here[1:3]), given.writings)])
         for layer in range(LAYERS):
             feed.layer_begins(layer)
         servers.wait(lambda: writing.layers_ahead == 2 * (LAYERS - 1), "all layers but the last")

@@ -96,7 +96,7 @@ def test_layers_are_pushed_by_all_ranks(prefill: int, decode: int, damaged: bool
             writings = given.writings()
             assert len(writings) == max(1, decode // prefill)
             feed = side.agent.layer_feed(0, LAYERS)
-            feed.forward_begins([Computing(np.array([0, 1]), np.array(HERE[:2]), given.writings)])
+            feed.forward_begins([Computing(np.array([0, 1]), lambda: np.array(HERE[:2]), given.writings)])
             for layer in range(LAYERS):
                 feed.layer_begins(layer)
             feed.forward_ended()

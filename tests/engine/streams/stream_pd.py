@@ -30,7 +30,7 @@ from sglang_ext.disagg.handover import Event
 from sglang_ext.disagg.messages import Offer
 from sglang_ext.engine import forward_fence
 from sglang_ext.engine.movers import gpu_memory
-from sglang_ext.engine.pd import granting, reading
+from sglang_ext.engine.pd import granting, pushing, reading
 from sglang_ext.engine.pd.landing import Landing, Wanted
 from sglang_ext.engine.pd.messages import Ready, Return, Returned, ReturnEnd
 from sglang_ext.engine.pd.receiving_handover import ReceivingHandover
@@ -157,6 +157,7 @@ KV = 10.0
 PARTS = {
     "engine/pd/reading.py": reading,
     "engine/pd/granting.py": granting,
+    "engine/pd/pushing.py": pushing,
     "engine/pd/returns/reservations.py": reservations,
     "engine/pd/returns/return_sender.py": return_sender,
     "engine/pd/returns/return_receiver.py": return_receiver,
@@ -203,6 +204,7 @@ class PdDrill(Drill):
             self._push()
             self._take_back()
             self._give_back()
+            self._push_by_layer()
 
     # -- the processes ---------------------------------------------------------------------------
 
@@ -216,11 +218,12 @@ class PdDrill(Drill):
         finally:
             trace.host = host
 
-    def their_pass(self, stamp: float) -> Clock:
-        """Prefill's pass stores to its slots; when it has ended."""
+    def their_pass(self, stamp: float, before: Callable[[int], None] = lambda layer: None) -> Clock:
+        """Prefill's pass stores to its slots; when it has ended. before: called before each layer."""
         rows = PAGES.tolist()
         with self.at_prefill():
             for layer in range(LAYERS):
+                before(layer)
 
                 def store(layer: int = layer) -> None:
                     for at, plane in enumerate(self.theirs[layer]):
@@ -302,7 +305,7 @@ class PdDrill(Drill):
             transfer=lambda *_: None, keeping=lambda *_: nullcontext(), finish=finish, drop=drop
         )
 
-    # -- the four ways ---------------------------------------------------------------------------
+    # -- the five ways ---------------------------------------------------------------------------
 
     def handed_over(self, by: Any, peer: Any, ready: Sequence[Ready], *, reads: bool) -> None:
         handover = ReceivingHandover("prefill", 7, reads)
@@ -416,6 +419,52 @@ class PdDrill(Drill):
                 sender.act(sender.propose())
         assert sender.outcomes[ReturnEnd.RETURNED] == 1, sender.outcomes
         self.compute(pages, -1.0)
+
+    def _push_by_layer(self) -> None:
+        """An adapter of prefill's writes each layer while the pass computes the next."""
+        module, default = self.part("pushing"), self.cuda.default
+        both = [list(zip(*sides, strict=True)) for sides in zip(self.their_planes, self.planes, strict=True)]
+
+        def transfer(runs: tuple[np.ndarray, np.ndarray, Sequence[int] | None]) -> None:
+            target, pages, layers = runs
+            for theirs, ours in (each for layer in layers or () for each in both[layer]):
+
+                def move(theirs: Any = theirs, ours: Any = ours) -> None:
+                    ours.inner[target] = theirs.inner[pages]
+
+                reads, writes = [(theirs.lives.memory, pages)], [(ours.lives.memory, target)]
+                self.wire.move("write of a layer", reads=reads, writes=writes, action=move)
+
+        async def nothing() -> None:
+            return
+
+        part = SimpleNamespace(runs=lambda *which: which, layers=range(LAYERS))
+        memory = SimpleNamespace(transfer=transfer, landed=nothing, end=nothing)
+        writing = module.Writing(memory, part, PAGES, Counter())
+        self.forward.synchronize()  # decode grants its slots behind its own passes, as `_push` does
+        join(self.wire.thread.clock, self.cuda.trace.host.clock)
+        with self.at_prefill():
+            loop = SimpleNamespace(call_soon_threadsafe=self.wire.post)
+            fence = self._fence_class(torch.cuda, (self.their_forward,))
+            feed = module.LayerFeed(loop, 0, LAYERS, fence, self.wire.start)
+            row = torch.arange(PAGES[0], PAGES[-1] + 1, device=DEVICE, dtype=torch.int32)
+            pages = forward_fence.on_host(row[::1] // 1)
+            feed.forward_begins([module.Computing(np.arange(len(PAGES)), pages, lambda: [writing])])
+            self.their_forward.wait_stream(default)
+
+            def begins(layer: int) -> None:
+                feed.layer_begins(layer)
+                self.wire.turn()
+
+            ended = self.their_pass(KV, begins)
+            feed.forward_ended()
+            self.wire.turn()
+            join(self.their_host.clock, ended)  # SGLang waits for the result of the pass
+            task = self.wire.start(writing.finish(PAGES))
+        self.arrived(task.done)
+        task.result()
+        assert writing.layers_ahead == len(PAGES) * LAYERS
+        self.completed()
 
     def look(self, rows: list[int], layer: int) -> None:
         """An adapter compares the bytes that it reads."""

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from sglang_ext.disagg.runs import Ids
-from sglang_ext.engine.forward_fence import Passed
+from sglang_ext.engine.forward_fence import Passed, on_host
 from sglang_ext.engine.pd.returns.reserving import BUDGET, held, reserve
 from sglang_ext.engine.peers.arena_leases import DRAM_POOL
 from sglang_ext.engine.transfer_thread import HBM_POOL
@@ -57,11 +57,9 @@ class Blocks:
         if not isinstance(slots[0], torch.Tensor) or not slots[0].is_cuda:
             found = np.concatenate([self.pages(each) for each in slots])
             return lambda: found
-        on_device = torch.cat(list(slots))[:: self.page] // self.page
-        here = torch.empty(len(on_device), dtype=torch.int64).pin_memory()
-        here.copy_(on_device, non_blocking=True)
+        pages = on_host(torch.cat(list(slots))[:: self.page] // self.page)
         passed = fence()  # behind the copy too
-        return lambda: here.numpy() if passed() else None
+        return lambda: pages() if passed() else None
 
     def pages_of(self, key: bytes) -> int:
         """The number of pages in the whole blocks of a prompt."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from sglang_ext.engine.forward_fence import on_host
 from sglang_ext.engine.pd.pushing import Computing
 from sglang_ext.patches.adapter.hybrid.cache import HybridRadixCache
 from sglang_ext.patches.adapter.pd.kv_manager import GlobalKVManager, poller_of
@@ -93,10 +94,11 @@ def computing(manager: GlobalKVManager, scheduler: Any, batch: Any) -> list[Comp
         first, last = -(-current.prefix_tokens(req) // page), current.computed_end(req) // page
         if skip is None or last <= max(first, skip):
             continue
-        numbers = np.arange(max(first, skip), last)
+        first = max(first, skip)
         row = scheduler.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
-        pages = row[numbers * page].numpy().astype(np.int64) // page
-        found.append(Computing(numbers - skip, pages, sender.handover.writings))
+        # The pass reads the row too, behind whatever has filled it.
+        pages = on_host(row[first * page : last * page : page] // page)
+        found.append(Computing(np.arange(first, last) - skip, pages, sender.handover.writings))
     return found
 
 

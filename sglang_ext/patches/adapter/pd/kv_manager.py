@@ -44,11 +44,11 @@ from sglang_ext.patches.adapter.hybrid.pools import STATE, WINDOW
 from sglang_ext.patches.adapter.pd.pd_setup import (
     InUse,
     MetadataBuffers,
+    around_layers,
     instance_group,
     keys_of,
     on_all_ranks,
     settings_of,
-    watch_layers,
     weights_of,
 )
 from sglang_ext.patches.adapter.pd.role_parts import RoleParts, role_parts
@@ -161,8 +161,9 @@ class GlobalKVManager(BaseKVManager):  # type: ignore[misc]
         self.feed: LayerFeed | None = None
         if config.transfer_mode == "push-by-layer" and prefill:
             first, layers, *_ = self.agent.endpoint.pools[HBM_POOL].meta.shard
-            self.feed = self.agent.layer_feed(first, layers)
-            watch_layers(scheduler.token_to_kv_pool_allocator.get_kvcache(), self.feed)
+            self.feed = self.agent.layer_feed(first, layers, self.fence)
+            kvcache = scheduler.token_to_kv_pool_allocator.get_kvcache()
+            around_layers(kvcache, before=self.feed.layer_begins)
         PROCESS.manager = self
         self.meeting = ""
         """Where other decode servers find this one's ranks, to take requests over."""

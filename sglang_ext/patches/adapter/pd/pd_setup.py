@@ -18,8 +18,6 @@ from sglang_ext.config import KvConfig
 from sglang_ext.disagg.transfer.control import MemberKeys
 from sglang_ext.engine.model_identity import config_digest, element_sums, kv_dtype, model_digest
 from sglang_ext.engine.model_settings import model_settings
-from sglang_ext.engine.pd.pushing import LayerFeed
-from sglang_ext.errors import ConfigError
 from sglang_ext.patches.adapter.hbm import Drafts
 from sglang_ext.patches.process import PROCESS
 
@@ -83,29 +81,14 @@ class ScratchRow:
         return MetadataBuffers(pointers, item_bytes).read(0)
 
 
-def watch_layers(kvcache: Any, feed: LayerFeed) -> None:
-    """Tell a feed whenever the pool is about to be given a layer's KV.
-
-    Raises:
-        ConfigError: the pool is on a device, where a layer that was launched is not yet written.
-    """
-    if kvcache.device != "cpu":
-        raise ConfigError(
-            "push-by-layer is for pools in host memory",
-            field="--kv-transfer-mode",
-            hint="Use pull, or push",
-        )
-    around_layers(kvcache, before=feed.layer_begins)
-
-
 def around_layers(
     kvcache: Any,
     *,
     before: Callable[[int], None] = lambda layer: None,
     after: Callable[[int], None] = lambda layer: None,
 ) -> None:
-    """Call something whenever the pool is given a layer's KV. With the layer, in the whole model; a pool in
-    host memory has it then."""
+    """Call something whenever the pool is given a layer's KV. With the layer, in the whole model. A pool in
+    host memory has it afterwards; on a device, the write is launched. Captured graphs call nothing."""
     for name in ("set_kv_buffer", "set_mla_kv_buffer"):
         stock = getattr(kvcache, name, None)
         if stock is None:
