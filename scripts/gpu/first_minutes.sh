@@ -9,11 +9,12 @@
 #   PART=verdicts  judges what is in OUT
 #
 # OUT: a folder for results. SMALL=1: a rehearsal with a few short prompts, whose figures mean nothing.
-# MODEL: a model of yours. FLAGS: for each server; HICACHE: for HiCache's.
+# MODEL: a model of yours. FLAGS: for each server; HICACHE: for HiCache's; EXACT: for those of PART=answers, instead of
+# --enable-deterministic-inference. PORTS: nine ports for servers begin there.
 source .dev/unpack.sh || exit 1
 set -u
 OUT=${OUT:-.dev/log}
-part=${PART:-machine}
+part=${PART:-machine} ports=${PORTS:-31001}
 mkdir -p "$OUT" .dev/log
 if [ -n "${SMALL:-}" ]; then
   pool=256 dram=64MiB answers_dram=64MiB hicache="--hicache-size 1"
@@ -25,14 +26,16 @@ else
   ttft=() tpot=() load=(--load 8192) answers=()
 fi
 read -ra flags <<<"${FLAGS:-}"
+read -ra exact <<<"${EXACT---enable-deterministic-inference}"
 read -ra hicache <<<"$hicache --hicache-write-policy write_through ${HICACHE:-}"
 hicache=(--enable-hierarchical-cache "${hicache[@]}")
 ours=(--radix-cache-backend global --kv-load-policy always)
 
-running=
-serve() {  # NAME PORT FLAGS...
-  running=$1
-  .dev/serve.sh "$1" "$2" --model-path "$model" --max-total-tokens $pool --enable-cache-report \
+running= failed=0
+measure() { python3 "$@" || failed=1; }  # the others are worth having
+serve() {  # NAME NUMBER FLAGS...; its address is $url
+  running=$1 url=http://127.0.0.1:$((ports + $2))
+  .dev/serve.sh "$1" $((ports + $2)) --model-path "$model" --max-total-tokens $pool --enable-cache-report \
     "${@:3}" ${flags[@]+"${flags[@]}"} || exit 1
 }
 stock() { STOCK=1 serve "$@"; }
@@ -65,30 +68,31 @@ copies)
   python3 -m sglang_ext.cli gpu-check --json | tee "$OUT/gpu-check-server.json";;
 ttft)
   make_model 8b --no-weights; [ -n "${MODEL:-}" ] || flags+=(--load-format dummy)
-  stock stock 31001
-  python3 .dev/ask.py http://127.0.0.1:31001 "$OUT/ttft-stock.json" --pool $pool --hbm-only ${ttft[@]+"${ttft[@]}"}; end
-  serve ours 31002 "${ours[@]}" --kv-dram-size $dram
-  python3 .dev/ask.py http://127.0.0.1:31002 "$OUT/ttft-ours.json" --pool $pool ${ttft[@]+"${ttft[@]}"}; end
-  stock hicache 31003 "${hicache[@]}"
-  python3 .dev/ask.py http://127.0.0.1:31003 "$OUT/ttft-hicache.json" --pool $pool ${ttft[@]+"${ttft[@]}"};;
+  stock stock 0
+  measure .dev/ask.py "$url" "$OUT/ttft-stock.json" --pool $pool --hbm-only ${ttft[@]+"${ttft[@]}"}; end
+  serve ours 1 "${ours[@]}" --kv-dram-size $dram
+  measure .dev/ask.py "$url" "$OUT/ttft-ours.json" --pool $pool ${ttft[@]+"${ttft[@]}"}; end
+  stock hicache 2 "${hicache[@]}"
+  measure .dev/ask.py "$url" "$OUT/ttft-hicache.json" --pool $pool ${ttft[@]+"${ttft[@]}"};;
 tpot)
   make_model 8b --no-weights; [ -n "${MODEL:-}" ] || flags+=(--load-format dummy)
-  serve off 31004 "${ours[@]}" --kv-dram-size 0
-  python3 .dev/decode.py http://127.0.0.1:31004 "$OUT/tpot-off.json" ${tpot[@]+"${tpot[@]}"}; end
-  serve ours 31005 "${ours[@]}" --kv-dram-size $dram
-  python3 .dev/decode.py http://127.0.0.1:31005 "$OUT/tpot-ours.json" --pool $pool "${load[@]}" ${tpot[@]+"${tpot[@]}"}; end
-  stock hicache 31006 "${hicache[@]}"
-  python3 .dev/decode.py http://127.0.0.1:31006 "$OUT/tpot-hicache.json" --pool $pool "${load[@]}" ${tpot[@]+"${tpot[@]}"};;
+  serve off 3 "${ours[@]}" --kv-dram-size 0
+  measure .dev/decode.py "$url" "$OUT/tpot-off.json" ${tpot[@]+"${tpot[@]}"}; end
+  serve ours 4 "${ours[@]}" --kv-dram-size $dram
+  measure .dev/decode.py "$url" "$OUT/tpot-ours.json" --pool $pool "${load[@]}" ${tpot[@]+"${tpot[@]}"}; end
+  stock hicache 5 "${hicache[@]}"
+  measure .dev/decode.py "$url" "$OUT/tpot-hicache.json" --pool $pool "${load[@]}" ${tpot[@]+"${tpot[@]}"};;
 answers)
-  make_model 1b; flags+=(--enable-deterministic-inference)
+  make_model 1b; flags+=(${exact[@]+"${exact[@]}"})
   for run in 1 2; do
-    stock stock-$run 3100$((6 + run))
-    python3 .dev/same.py http://127.0.0.1:3100$((6 + run)) "$OUT/answers-stock-$run.json" ${answers[@]+"${answers[@]}"}; end
+    stock stock-$run $((5 + run))
+    measure .dev/same.py "$url" "$OUT/answers-stock-$run.json" ${answers[@]+"${answers[@]}"}; end
   done
-  serve ours 31009 "${ours[@]}" --kv-dram-size $answers_dram
-  python3 .dev/same.py http://127.0.0.1:31009 "$OUT/answers-ours.json" --pool $pool \
+  serve ours 8 "${ours[@]}" --kv-dram-size $answers_dram
+  measure .dev/same.py "$url" "$OUT/answers-ours.json" --pool $pool \
     --damage "$(cat .dev/log/ours.pid)" ${answers[@]+"${answers[@]}"};;
 verdicts)
   python3 .dev/verdicts.py "$OUT" || exit 1;;
 *) echo "there is no part $part"; exit 2;;
 esac
+exit $failed

@@ -56,7 +56,7 @@ OTHERS = {
     "unshare": {"--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child"},
     "mypy": {"--cache-dir", "--config-file"},
     "venv": {"--system-site-packages", "--clear", "--without-pip"},
-    "pytest": {"--durations"},
+    "pytest": {"--confcutdir", "--durations", "--import-mode", "--rootdir"},
     "docker": {"--shm-size", "--ulimit"},
     "nvidia-smi": {"--query-gpu", "--format", "--id"},
     "redis-server": {"--appendonly", "--requirepass", "--save", "--unixsocket"},
@@ -129,6 +129,7 @@ def test_every_flag_that_is_named_exists() -> None:
     assert "--kv-dram-pin" not in there
     wrong: dict[str, set[str]] = defaultdict(set)
     pages = [ROOT / name for name in PAGES] + sorted((ROOT / "docs").rglob("*.md"))
+    pages += sorted((ROOT / "scripts").rglob("*.sh"))
     replaced = {name for table in REMOVED_FLAGS for name in table}
     for path in pages:
         # The changelog names flags that are gone.
