@@ -68,6 +68,7 @@ class Facts:
     """``--disaggregation-transfer-backend global``."""
     is_deepseek_v4: bool = False
     is_minimax_sparse: bool = False
+    is_qsa: bool = False
     is_dsa: bool = False
     index_group: int = 1
     """Tokens that share an index key, of a model with DSA."""
@@ -165,10 +166,13 @@ def with_model(config: ModelConfig, flags: Facts) -> Facts:
         is_minimax_sparse,
     )
 
+    text = getattr(config.hf_config, "text_config", None) or config.hf_config
     return replace(
         flags,
         is_deepseek_v4=is_deepseek_v4(config.hf_config),
         is_minimax_sparse=is_minimax_sparse(config.hf_config),
+        # As SGLang's parse_qsa_profile, which is there from 0.5.23 on.
+        is_qsa=getattr(text, "indexer_n_heads", None) is not None,
         is_dsa=is_deepseek_dsa(config.hf_config),
         index_group=get_dsa_index_kpool(config.hf_config),
         is_hybrid_ssm=mambaish_config(config) is not None,
@@ -492,6 +496,8 @@ def _unsupported_model(facts: Facts, chosen: str, way_out: str) -> str | None:
         # Before the kinds that these are made of.
         (hybrids and facts.is_deepseek_v4, "the compressed KV and sliding windows of DeepSeek V4"),
         (facts.is_minimax_sparse, "sparse attention with an index cache (MSA)"),
+        # QSATokenToKVPool keeps compressed index keys, and rings of pending ones for each request.
+        (facts.is_qsa, "sparse attention with compressed index keys (QSA)"),
         # The keys of an unfinished group are in memory of the request, which no tier keeps. With states, a
         # prompt is resumed after whole pages, and those after whole groups.
         (

@@ -322,6 +322,12 @@ TABLE: Mapping[str, Family] = MappingProxyType(
             _BELOW_STOCK | _pages("compressed"),
         ),
         "msa": Family("GQA and an index (MSA)", "MiniMax-M3", refusal="(MSA)", way_out=_STOCK),
+        "qsa": Family(
+            "States, and GQA with compressed index keys (QSA)",
+            "Qwen3.8-Flash-Next",
+            refusal="(QSA)",
+            way_out=_STOCK,
+        ),
     }
 )
 
@@ -343,6 +349,7 @@ def family_of(
         (facts.is_bidirectional, "encoder"),
         (facts.is_deepseek_v4, "dsv4"),
         (facts.is_minimax_sparse, "msa"),
+        (facts.is_qsa, "qsa"),
         (facts.is_dsa and (facts.index_group > 1 or facts.is_hybrid_ssm), "dsa-group"),
         (facts.is_dsa, "dsa"),
         (facts.is_hybrid_ssm, "state"),

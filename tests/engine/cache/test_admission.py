@@ -133,17 +133,25 @@ def test_the_flag_that_admits_sliding_windows_is_named_and_admits_them(
 
 
 @pytest.mark.parametrize(
-    ("architecture", "word"),
+    ("architecture", "more", "word"),
     [
-        ("DeepseekV4ForCausalLM", "DeepSeek V4"),
-        ("MiniMaxM3SparseForConditionalGeneration", "MSA"),
-        ("Glm5NextForConditionalGeneration", "index keys (DSA) for groups of 4 tokens"),
+        ("DeepseekV4ForCausalLM", {}, "DeepSeek V4"),
+        ("MiniMaxM3SparseForConditionalGeneration", {}, "MSA"),
+        ("Glm5NextForConditionalGeneration", {}, "index keys (DSA) for groups of 4 tokens"),
+        ("Qwen4ExpForCausalLM", {"indexer_n_heads": 4}, "QSA"),
+        (
+            "Qwen4ExpForConditionalGeneration",
+            {"text_config": PretrainedConfig(indexer_n_heads=4, num_attention_heads=8)},
+            "QSA",
+        ),
     ],
 )
-def test_kinds_of_sparse_attention_are_known_by_their_architecture(architecture: str, word: str) -> None:
+def test_kinds_of_sparse_attention_are_known_by_their_configuration(
+    architecture: str, more: dict[str, Any], word: str
+) -> None:
     """Their configurations cannot be built from defaults; SGLang decides by these fields."""
     config = SimpleNamespace(
-        hf_config=PretrainedConfig(architectures=[architecture], index_topk=2048, index_kpool=4),
+        hf_config=PretrainedConfig(architectures=[architecture], index_topk=2048, index_kpool=4, **more),
         is_hybrid_swa=False,
         is_multimodal=False,
         is_draft_model=False,

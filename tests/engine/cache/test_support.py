@@ -69,6 +69,7 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ),
     ({"is_hybrid_swa": True, "dram": True, "page_size": 1}, ("at least 16 tokens", "Add --page-size 64")),
     ({"is_minimax_sparse": True}, ("MSA", "Start without")),
+    ({"is_qsa": True, "is_hybrid_ssm": True}, ("QSA", "Start without")),
     ({"is_bidirectional": True}, ("bidirectional attention", "--disable-radix-cache")),
     (
         {"is_deepseek_v4": True, "is_hybrid_swa": True, "follows_hybrids": False},
