@@ -57,8 +57,8 @@ class Rig:
 
 @pytest.fixture(
     scope="module",
-    params=[("pull", 1, 1), ("pull", 16, 1), ("push", 16, 1), ("pull", 1, 2)],
-    ids=["pull-page1", "pull-page16", "push-page16", "pull-two-ranks"],
+    params=[("pull", 1, 1), ("pull", 16, 1), ("push", 16, 1), ("push-by-layer", 16, 1), ("pull", 1, 2)],
+    ids=["pull-page1", "pull-page16", "push-page16", "push-by-layer", "pull-two-ranks"],
 )
 def rig(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, leak_guard: LeakGuard
