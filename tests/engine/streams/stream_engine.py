@@ -36,6 +36,7 @@ from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.mem_cache.allocator import paged
 from stream_trace import Access, join
 
+from sglang_ext.engine.commands import RankCommandQueue
 from sglang_ext.engine.forward_fence import ForwardFence
 from sglang_ext.engine.movers import cuda_mover, row_copies
 from sglang_ext.engine.movers.arrivals import Arrivals
@@ -362,11 +363,13 @@ def rank_on(
     fence_class: Any = ForwardFence,
     kind: PoolKind = PLAIN,
     make_scheduler: type[StreamScheduler] = StreamScheduler,
+    forward_name: str = "forward",
     least: Least | None = None,
+    commands: RankCommandQueue | None = None,
     **about: Any,
 ) -> StreamRank:
     """A rank of a device that stands for torch.cuda. about: fields of `Scenario`."""
-    forward = cuda.stream(name="forward")
+    forward = cuda.stream(name=forward_name)
     kept: dict[str, Any] = {}
 
     def mover(pools: Pools, arena: DramArena) -> Mover:
@@ -390,7 +393,7 @@ def rank_on(
     scenario = replace(
         scenario, **{"hbm_tokens": 130, "dram_blocks": 150, "memory": 30, "tenants": False, **about}
     )
-    rank = StreamRank(scenario, copies_class=copies, least=least)
+    rank = StreamRank(scenario, copies_class=copies, least=least, commands=commands)
     copies.arena = kept["arena"]
     cuda.trace.synchronizations.clear()
     cuda.launches.clear()

@@ -39,24 +39,50 @@ from sglang_ext.engine.transfer_thread import HBM_POOL
 from sglang_ext.wire import pack_ids, unpack_ids
 
 
+class _Loop(asyncio.SelectorEventLoop):
+    """The event loop of a transfer thread, which comes after the callers of its calls."""
+
+    def __init__(self, of: Wire) -> None:
+        super().__init__()
+        self._wire = of
+
+    def call_soon_threadsafe(self, callback: Any, *args: Any, context: Any = None) -> Any:
+        self._wire.follow_caller()
+        return self.call_soon(callback, *args, context=context)
+
+
 class Wire:
     """The transfer thread, and adapters that it has read and write."""
 
     def __init__(self, cuda: FakeCuda) -> None:
         self._trace = cuda.trace
-        self._loop = asyncio.new_event_loop()
+        self.loop = _Loop(self)
         self.thread = self._trace.timeline("transfer thread")
         self._rung: Clock = {}
+        self._watched: dict[Any, tuple[Callable[[], Any], Any, Clock]] = {}
 
     def start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """From the scheduler, or from the thread itself."""
+        self.follow_caller()
+        return self.loop.create_task(work)
+
+    def follow_caller(self) -> None:
+        """What the thread does next comes after what its caller has done."""
         join(self.thread.clock, self._trace.host.clock)
-        return self._loop.create_task(work)
+
+    def watch(self, key: Any, look: Callable[[], Any]) -> None:
+        """Note when the thread changes what ``look`` returns, of something that schedulers look at."""
+        self._watched[key] = look, look(), {}
+
+    def seen(self, key: Any) -> None:
+        """A scheduler has looked: it comes after the change that it has found."""
+        look, found, clock = self._watched[key]
+        if look() == found:
+            join(self._trace.host.clock, clock)
 
     def post(self, call: Callable[..., Any], *args: Any) -> None:
         """As the loop's `call_soon_threadsafe`, from the scheduler."""
-        join(self.thread.clock, self._trace.host.clock)
-        self._loop.call_soon(call, *args)
+        self.loop.call_soon_threadsafe(call, *args)
 
     def ring(self) -> None:
         """The scheduler may look at results."""
@@ -73,10 +99,17 @@ class Wire:
         host, self._trace.host = self._trace.host, self.thread
         try:
             for _ in range(times):
-                self._loop.call_soon(self._loop.stop)
-                self._loop.run_forever()
+                self.loop.call_soon(self.loop.stop)
+                self.loop.run_forever()
+                self._note_changes()
         finally:
             self._trace.host = host
+
+    def _note_changes(self) -> None:
+        for key, (look, found, _) in self._watched.items():
+            now = look()
+            if now != found:
+                self._watched[key] = look, now, dict(self.thread.clock)
 
     def move(
         self,
@@ -91,11 +124,14 @@ class Wire:
         self._trace.run(nic, name, reads=reads, writes=writes, action=action and unseen(action))
         join(self.thread.clock, nic.clock)
 
-    def close(self) -> None:
-        for task in asyncio.all_tasks(self._loop):
+    def cancel(self) -> None:
+        for task in asyncio.all_tasks(self.loop):
             task.cancel()
         self.turn()
-        self._loop.close()
+
+    def close(self) -> None:
+        self.cancel()
+        self.loop.close()
 
 
 @contextmanager

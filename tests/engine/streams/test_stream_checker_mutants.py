@@ -11,17 +11,20 @@ from typing import Any
 
 import pytest
 from stream_drill import Drill
+from stream_engine import GRAPHS, PLAIN, PREFILL
 from stream_mutants import Site, all_sites, module_of, mutants_of
+from stream_pair import pair
 from stream_pd import PARTS, PdDrill
 
 MOVER, FENCE = "engine/movers/cuda_mover.py", "engine/forward_fence.py"
+ENDS = "patches/adapter/pd/kv_requests.py"
+"""Both ends of a hand-over, as the loops of two servers poll them."""
 PACES = (0.0, 0.3, 1.0)
 """Nothing ends until the host waits; some has; all has."""
 
 ELSEWHERE = {
     "calibration/reductions.py": "times reductions in a process of its own; no cache is there",
     "engine/gpu_link.py": "times copies when a server starts; no cache is there yet",
-    "patches/adapter/pd/kv_requests.py": "tests/engine/pd/test_forward_fence.py, by SGLang's slots",
     "gpu_check/copies.py": "times copies and compares them in a process of its own; no cache is there",
 }
 """Sites that the drill does not reach, and their tests."""
@@ -54,13 +57,13 @@ ARGUED = {
     ("_read: until_passed(passed)", "up"): NOTHING_BETWEEN,
 }
 SITES = all_sites()
-DRILLED = [site for site in SITES if site.path in (MOVER, FENCE, *PARTS)]
+DRILLED = [site for site in SITES if site.path in (MOVER, FENCE, ENDS, *PARTS)]
 
 
 def test_all_sites_are_known() -> None:
-    assert len(DRILLED) == 37
+    assert len(DRILLED) == 38
     assert len(SITES) == 48
-    assert {site.path for site in SITES} == {MOVER, FENCE, *PARTS, *ELSEWHERE}
+    assert {site.path for site in SITES} == {MOVER, FENCE, ENDS, *PARTS, *ELSEWHERE}
 
 
 @pytest.mark.parametrize("kernel", [True, False], ids=["kernel", "plain"])
@@ -81,6 +84,7 @@ def test_an_offer_of_kv_that_is_not_computed_is_noticed() -> None:
     assert fails(PdDrill(1.0, computed=False))
 
 
+@pytest.mark.usefixtures("sglang_config")
 @pytest.mark.parametrize("site", DRILLED, ids=str)
 def test_a_site_that_is_deleted_or_moved_is_noticed(site: Site) -> None:
     changes = dict(mutants_of(site))
@@ -93,8 +97,25 @@ def test_a_site_that_is_deleted_or_moved_is_noticed(site: Site) -> None:
     assert survived == {key for key in ARGUED if key[0] == str(site)}
 
 
-def drills(path: str, mutant: Any) -> Iterator[Drill]:
+class Loops:
+    """The loops of a prefill and a decode server, with a module in place of `ENDS`."""
+
+    def __init__(self, ends: Any) -> None:
+        self._ends = ends
+
+    def run(self) -> None:
+        about = {"seed": 9, "decode_tokens": 112}
+        with pair(PREFILL, GRAPHS, pace=0.3, kind=PLAIN, requests=self._ends, **about) as both:
+            both.serve(60)
+            races = [str(race) for race in both.cuda.trace.races.values()]
+            assert not races, "; ".join(races[:3])
+
+
+def drills(path: str, mutant: Any) -> Iterator[Drill | Loops]:
     """The drills that call a module, with a mutant of it."""
+    if path == ENDS:
+        yield Loops(mutant)
+        return
     if path in PARTS:
         yield from (PdDrill(pace, {path: mutant}) for pace in PACES[1:])
         return
@@ -102,7 +123,7 @@ def drills(path: str, mutant: Any) -> Iterator[Drill]:
     yield from (Drill(pace, **about) for pace in PACES)
 
 
-def fails(drill: Drill) -> bool:
+def fails(drill: Drill | Loops) -> bool:
     """Whether a race, wrong bytes or an exception shows."""
     try:
         drill.run()
