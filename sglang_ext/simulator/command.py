@@ -108,13 +108,13 @@ class Arguments(Flagged):
     seed: int = flag(0, "Of the load, and of all names. One seed gives the same output.", COUNT)
     settings: str = flag(
         "",
-        "The rest of the fleet and of its load, as NAME=VALUE,…: rate (requests/s of an instance), hbm and "
-        "dram (blocks), disk (blocks), disk_read and disk_write (bytes/s), prefill and decode (instances), "
-        "pd_caching, chunk, running, network (of an instance, bytes/s), lag_ms, fetch, hints, tenants, "
-        "most_running, failures (an hour), restart_s, layers; of a recording: observed, closed; of policies: "
-        "queue_weight, exec_weight, "
-        "cache_threshold, balance_abs, balance_rel, balance_cache; for agents in a closed loop: crowd (times "
-        "what HBM holds), seconds, pause_s, pause_spread, program_share, learnt_hints.",
+        "The rest of the fleet and of its load, as NAME=VALUE,…: rate (requests/s of an instance; 2x of a "
+        "trace), hbm and dram (blocks), disk (blocks), disk_read and disk_write (bytes/s), prefill and "
+        "decode (instances), pd_caching, chunk, running, ignore_eos, network (of an instance, bytes/s), "
+        "lag_ms, fetch, for_others and spill_blocks (blocks), spill_above, hints, tenants, most_running, "
+        "failures (an hour), restart_s, layers; of a recording: observed, closed; of policies: queue_weight, "
+        "exec_weight, cache_threshold, balance_abs, balance_rel, balance_cache; for agents in a closed loop: "
+        "crowd (times what HBM holds), seconds, pause_s, pause_spread, program_share, learnt_hints.",
         metavar="LIST",
     )
     what_if: tuple[str, ...] = flag(

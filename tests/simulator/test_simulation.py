@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -315,6 +316,13 @@ def test_a_change_multiplies_or_replaces() -> None:
         "cost",
         False,
     )
+
+
+def test_the_help_names_all_settings() -> None:
+    (shown,) = [each for each in dataclasses.fields(command.Arguments) if each.name == "settings"]
+    flags = {"instances", "requests", "policy", "seed"}
+    words = set(re.findall(r"[a-z_]+", str(shown.metadata)))
+    assert {each.name for each in dataclasses.fields(Settings)} - flags <= words
 
 
 def test_the_mix_has_long_prompts() -> None:
