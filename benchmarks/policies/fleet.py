@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.policies.workloads import BLOCK_TOKENS, Blocks, SimSession
 from sglang_ext.cost_model import CostModel
@@ -15,6 +15,7 @@ from sglang_ext.simulator.workload import Turn
 
 ENOUGH = 1 << 17
 """Blocks of an instance that hold all of a workload."""
+DEFAULTS = Settings()
 _BLOCK_BYTES = BLOCK_TOKENS * TOKEN_BYTES
 
 
@@ -58,13 +59,16 @@ def run(
     *,
     blocks: int = ENOUGH,
     model: CostModel | None = None,
+    settings: Settings = DEFAULTS,
 ) -> Outcome:
     """Simulate a workload under a policy.
 
     Args:
         blocks: of HBM, of each instance; there is no DRAM below, and nothing is fetched.
+        settings: of the policy.
     """
-    settings = Settings(
+    settings = replace(
+        settings,
         instances=instances,
         requests=sum(len(session.requests) for session in sessions),
         policy=policy,
