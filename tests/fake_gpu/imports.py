@@ -20,6 +20,9 @@ from tests.fake_gpu.batch import Library
 VERDICT_SECONDS = 30.0
 """After which a silent peer is gone, not 2.5 s: a pass in Triton's interpreter keeps Python's lock and a core
 busy for seconds, and where other programs want the cores, heartbeats come late."""
+LAYER_SECONDS = 120.0
+"""Limit between two layers that a peer computes, not 10 s: Triton's interpreter computes 5 to 15 tokens a
+second."""
 
 
 class _Runtime:
@@ -56,11 +59,16 @@ def _on_transfers(module: Any) -> None:
     module.VERDICT_SECONDS = VERDICT_SECONDS
 
 
+def _on_fetches(module: Any) -> None:
+    module.LAYER_SECONDS = LAYER_SECONDS
+
+
 _CHANGES: dict[str, Callable[[Any], None]] = {
     "sglang.kernels.jit.utils.compile.loader": _on_loader,
     "sglang.kernels.ops.embeddings.vocab_parallel_embedding": _on_embedding,
     "sglang_ext.patches.adapter.hbm": _on_hbm,
     "sglang_ext.patches.adapter.build_transfers": _on_transfers,
+    "sglang_ext.engine.peers.fetch_link": _on_fetches,
     "sglang_ext.engine.movers.layer_copies": _on_layer_copies,
     "sglang_ext.engine.movers.gpu_memory": ipc.change,
 }

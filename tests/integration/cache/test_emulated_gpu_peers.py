@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import aiohttp
 import pytest
-from test_emulated_gpu import damage, prompt, spec
+from emulated_gpu import ATOL, damage, prompt, spec
 from test_fetching import counted, held, nothing_is_exported
 from token_requests import cold, generate
 
@@ -34,7 +34,6 @@ PROMPT_TOKENS = WHOLE + 4
 CHUNK = 48
 """Tokens that a server computes in a pass."""
 SECONDS = 120
-ATOL = 1e-3
 
 
 @dataclass
@@ -102,7 +101,7 @@ async def test_what_one_has_computed_another_fetches(
             owner = pair.at(headers["x-kv-instance"])
             await until(lambda: held(router, owner, said).tokens >= WHOLE, SECONDS, "the index")  # noqa: B023
             reader = pair.other(owner.url)
-            with damage(owner) if changed else nullcontext():
+            with damage(owner.pid) if changed else nullcontext():
                 answer, headers = await generate(patient_client, router.url, said)
             assert headers["x-kv-instance"] == reader.url
             assert headers["x-kv-fetch"] in ("done", "under-way")

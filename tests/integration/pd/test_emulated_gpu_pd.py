@@ -1,8 +1,9 @@
 """Prefill and decode with pools in the memory of an emulated GPU (``tests.fake_gpu``) hand KV over by
-`cuda_ipc`: the answers are those of one server on such a GPU, and with a damaged bit they are others.
+`cuda_ipc`, and through pinned memory by `shm` and `tcp`: the answers are those of one server on such a GPU,
+and with a damaged bit they are others.
 
-Nothing is said of speed, of races, or of what CUDA does with the handles: ``tests/gpu/test_cuda_ipc.py`` is
-for a GPU.
+Nothing is said of speed, of races, of pinning, or of what CUDA does with the handles:
+``tests/gpu/test_cuda_ipc.py`` is for a GPU.
 """
 
 from __future__ import annotations
@@ -33,19 +34,20 @@ FLAGS = (
     *("--skip-server-warmup", "--enable-metrics"),
 )
 ATOL = 1e-3
-BY_IPC = 'sglang_ext_pd_read_bytes_total{tp_rank="0",transport="cuda_ipc"}'
 
 
 @dataclass
 class Rig:
     """A pair, and one server whose answers are the truth.
 
-    pulls: whether decode reads the KV, or prefill writes it. faults: where decode looks for its faults.
+    pulls: whether decode reads the KV, or prefill writes it. transport: by which. faults: where decode looks
+    for its faults.
     """
 
     pd: PdServers
     truth: ServerProcess
     pulls: bool
+    transport: str
     faults: Path
 
     def expected(self, prompt: list[int]) -> Answer:
@@ -54,16 +56,43 @@ class Rig:
     def ask(self, prompt: list[int]) -> Answer:
         return self.pd.generate(prompt, max_new_tokens=ANSWER_TOKENS)
 
+    def check(self, prompt: list[int], expected: Answer, *, known: bool, **fields: str) -> None:
+        """The pair's answer is the expected one, with a hit in prefill or without; then KV comes back."""
+        prefill = self.pd.prefill[0].server
+        before = count(prefill, RETURNED)
+        first, second = self.pd.start(prompt, max_new_tokens=ANSWER_TOKENS, **fields)
+        assert_same(expected, second.result(), atol=ATOL)
+        assert (first.result().cached_tokens > PROMPT_TOKENS / 2) is known
+        if not known:
+            wait_until(lambda: count(prefill, RETURNED) > before, seconds=60, what="the return")
+
+    def check_damage(self, prompt: list[int]) -> None:
+        """With a damaged bit in what decode got, the answer is another one."""
+        with fault(self.faults, "damage"):
+            damaged = self.ask(prompt)
+        with pytest.raises(AssertionError):
+            assert_same(self.expected(prompt), damaged, atol=ATOL)
+
 
 @pytest.fixture(
     scope="module",
-    params=[("pull", 1, 1), ("pull", 16, 1), ("push", 16, 1), ("push-by-layer", 16, 1), ("pull", 1, 2)],
-    ids=["pull-page1", "pull-page16", "push-page16", "push-by-layer", "pull-two-ranks"],
+    params=[
+        pytest.param(("pull", 1, 1, "cuda_ipc"), id="pull-page1"),
+        pytest.param(("pull", 16, 1, "cuda_ipc"), id="pull-page16"),
+        pytest.param(("push", 16, 1, "cuda_ipc"), id="push-page16"),
+        pytest.param(("push-by-layer", 16, 1, "cuda_ipc"), id="push-by-layer"),
+        pytest.param(("pull", 1, 2, "cuda_ipc"), id="pull-two-ranks"),
+        pytest.param(("push", 16, 2, "cuda_ipc"), id="push-two-ranks"),
+        pytest.param(("pull", 1, 1, "shm"), id="pull-pinned-shm"),
+        pytest.param(("push", 16, 1, "shm"), id="push-pinned-shm"),
+        pytest.param(("pull", 16, 1, "tcp"), id="pull-pinned-tcp"),
+        pytest.param(("push", 1, 1, "tcp"), id="push-pinned-tcp"),
+    ],
 )
 def rig(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, leak_guard: LeakGuard
 ) -> Iterator[Rig]:
-    mode, page, ranks = request.param
+    mode, page, ranks, transport = request.param
     faults = tmp_path_factory.mktemp("decode")
     # Not forked from a process that has imported SGLang for a CPU.
     alone = ServerSpec(
@@ -76,13 +105,13 @@ def rig(
         run=(str(SERVERS / "gpu_pd_server.py"),),
         flags=(
             *(*FLAGS, "--kv-pd-caching", "3", "--page-size", str(page), "--kv-check"),
-            *("--kv-transfer-mode", mode, "--kv-transports", "cuda_ipc", "--kv-dram-size", "32MiB"),
+            *("--kv-transfer-mode", mode, "--kv-transports", transport, "--kv-dram-size", "32MiB"),
             *("--tp", str(ranks)),
         ),
     )
     decode = replace(half, environment={**fake_gpu.ENVIRONMENT, FOLDER: str(faults)})
     with leak_guard.adopting(), pd_servers([half], [decode], [alone]) as (pd, (truth,)):
-        yield Rig(pd, truth, mode == "pull", faults)
+        yield Rig(pd, truth, mode == "pull", transport, faults)
 
 
 def test_conversations_get_the_answers_of_one_server(rig: Rig) -> None:
@@ -100,53 +129,37 @@ def test_conversations_get_the_answers_of_one_server(rig: Rig) -> None:
 
 
 def test_one_damaged_bit_is_seen(rig: Rig) -> None:
-    prompt = prompt_of(6, PROMPT_TOKENS)
-    with fault(rig.faults, "damage"):
-        damaged = rig.ask(prompt)
-    with pytest.raises(AssertionError):
-        assert_same(rig.expected(prompt), damaged, atol=ATOL)
+    rig.check_damage(prompt_of(6, PROMPT_TOKENS))
 
 
 def test_kv_goes_from_gpu_to_gpu_both_ways(rig: Rig) -> None:
     """The side that reads counts: prefill reads returned KV, and decode, where it pulls, the prompt's."""
     rig.ask(prompt_of(7, PROMPT_TOKENS))
     readers = rig.pd.servers if rig.pulls else rig.pd.servers[:1]
+    name = f'sglang_ext_pd_read_bytes_total{{tp_rank="0",transport="{rig.transport}"}}'
     for server in readers:
-        wait_until(lambda: count(server, BY_IPC) > 0, seconds=60, what="bytes by cuda_ipc")  # noqa: B023
+        wait_until(lambda: count(server, name) > 0, seconds=60, what=name)  # noqa: B023
     for server in rig.pd.servers:
         assert "without a kernel" not in server.log.read_text(encoding="utf-8")
 
 
 def test_tenants_share_no_kv(rig: Rig) -> None:
     """One tenant's prompt again is a hit, another tenant's is computed; all answers are alike."""
-    prompt, expected = prompt_of(8, PROMPT_TOKENS), rig.expected(prompt_of(8, PROMPT_TOKENS))
-    prefill = rig.pd.prefill[0].server
+    prompt = prompt_of(8, PROMPT_TOKENS)
+    expected = rig.expected(prompt)
     for tenant, known in (("one", False), ("one", True), ("other", False)):
-        before = count(prefill, RETURNED)
-        first, second = rig.pd.start(prompt, max_new_tokens=ANSWER_TOKENS, cache_salt=tenant)
-        assert_same(expected, second.result(), atol=ATOL)
-        assert (first.result().cached_tokens > PROMPT_TOKENS / 2) is known
-        if not known:
-            wait_until(lambda: count(prefill, RETURNED) > before, seconds=60, what="the return")  # noqa: B023
+        rig.check(prompt, expected, known=known, cache_salt=tenant)
 
 
 def test_after_new_weights_kv_is_handed_over_and_back(rig: Rig) -> None:
     """Both have the new weights, and nothing of the KV of the old ones is used."""
-    prompt, expected = prompt_of(9, PROMPT_TOKENS), rig.expected(prompt_of(9, PROMPT_TOKENS))
+    prompt = prompt_of(9, PROMPT_TOKENS)
+    expected = rig.expected(prompt)
     rig.ask(prompt)
     path = rig.truth.server_info()["model_path"]
     rig.pd.wait_idle()
     for server in rig.pd.servers:
         assert server.post("/update_weights_from_disk", {"model_path": path})["success"]
-    prefill = rig.pd.prefill[0].server
     for known in (False, True):
-        before = count(prefill, RETURNED)
-        first, second = rig.pd.start(prompt, max_new_tokens=ANSWER_TOKENS)
-        assert_same(expected, second.result(), atol=ATOL)
-        assert (first.result().cached_tokens > PROMPT_TOKENS / 2) is known
-        if not known:
-            wait_until(lambda: count(prefill, RETURNED) > before, seconds=60, what="the return")  # noqa: B023
-    with fault(rig.faults, "damage"):
-        damaged = rig.ask(prompt_of(10, PROMPT_TOKENS))
-    with pytest.raises(AssertionError):
-        assert_same(rig.expected(prompt_of(10, PROMPT_TOKENS)), damaged, atol=ATOL)
+        rig.check(prompt, expected, known=known)
+    rig.check_damage(prompt_of(10, PROMPT_TOKENS))
