@@ -195,6 +195,7 @@ TABLE: Mapping[str, Family] = MappingProxyType(
             _answers("tiny-moe")
             | _also("tiny-moe", "CP", "fetch", "PD", "return", "migration", "hints", "TP", "DP")
             | {
+                "DP attention": _replicas("tiny-moe-attention"),
                 "PP": _answers("tiny-moe-pp2")["HBM"],
                 "DP in PD": _pairs_of_replicas("tiny-moe"),
                 "PP in PD": _server(
@@ -207,7 +208,7 @@ TABLE: Mapping[str, Family] = MappingProxyType(
             "DeepSeek-V2 with dense layers, MiniCPM3",
             _answers("tiny-mla")
             | _also("tiny-mla", "CP", "fetch", "PD", "return", "migration", "hints", "speculation", "TP")
-            | {"DP in PD": _pairs_of_replicas("tiny-mla")},
+            | {"DP": _replicas("tiny-mla"), "DP in PD": _pairs_of_replicas("tiny-mla")},
         ),
         "mla-moe": Family(
             "MLA with experts",
@@ -215,6 +216,7 @@ TABLE: Mapping[str, Family] = MappingProxyType(
             _answers("tiny-mla-moe")
             | _also("tiny-mla-moe", "CP", "fetch", "PD", "return", "migration", "hints", "TP")
             | {
+                "DP": _replicas("tiny-mla-moe"),
                 "DP attention": _replicas("tiny-mla-moe-attention"),
                 "DP in PD": _pairs_of_replicas("tiny-mla-moe-attention"),
             },
@@ -223,7 +225,8 @@ TABLE: Mapping[str, Family] = MappingProxyType(
             "Sliding windows of which SGLang keeps all KV",
             "Gemma 2 and 3 (text), Olmo 3, Exaone 4, Cohere 2",
             _answers("tiny-gemma3")
-            | _also("tiny-gemma3", "fetch", "PD", "return", "migration", "hints", "speculation", "TP"),
+            | _also("tiny-gemma3", "fetch", "PD", "return", "migration", "hints", "speculation", "TP")
+            | {"DP": _replicas("tiny-gemma3"), "DP in PD": _pairs_of_replicas("tiny-gemma3")},
         ),
         "window-flag": Family(
             "Sliding windows with `--disable-hybrid-swa-memory`",
