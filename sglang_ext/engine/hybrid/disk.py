@@ -63,6 +63,11 @@ class ComponentDisk:
         self._changed: Changed | None = None
         """None: nothing is known."""
 
+    def blocks(self) -> tuple[int, int]:
+        """Blocks held, and blocks that fit; from any thread."""
+        stats = self.tier.stats()
+        return stats.blocks, stats.limit_bytes // self._bytes.layout.block_bytes
+
     def observe(self, changed: Changed) -> None:
         """Have names reported that are known to be on disk from now on, or that are not any more."""
         self._changed = changed

@@ -76,6 +76,7 @@ def test_new_weights_leave_nothing_announced() -> None:
         tiers = rank.cache.blocks_by_tier()
         assert (tiers[Tier.HBM], tiers[Tier.DRAM][0]) == ((4, 15), 4)
         assert 300 // BLOCK <= tiers[Tier.DRAM][1] < 500 // BLOCK
+        assert tiers[Tier.DISK] == (4, 4000 // BLOCK)
         rank.look_inside = False  # the oracle knows one kind of weights
         rank.cache.weights_changing()
         below.follower.follow()

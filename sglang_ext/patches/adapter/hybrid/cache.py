@@ -438,9 +438,13 @@ class HybridRadixCache(UnifiedRadixCache):  # type: ignore[misc]
             size, free = allocator.size, allocator.available_size()
         held = {Tier.HBM: ((size - free) // block, size // block)}
         if self.store is not None:
-            memory = self.store.parts[FULL].memory
-            fitting = memory.arena.used_blocks + memory.arena.available  # beside the other components' blocks
-            held[Tier.DRAM] = (len(memory) * page // block, fitting * page // block)
+            part = self.store.parts[FULL]
+            arena = part.memory.arena
+            fitting = arena.used_blocks + arena.available  # beside the other components' blocks
+            held[Tier.DRAM] = (len(part.memory) * page // block, fitting * page // block)
+            if part.disk is not None:
+                on_disk, fitting = part.disk.blocks()
+                held[Tier.DISK] = (on_disk * page // block, fitting * page // block)
         return held
 
     def reset(self) -> None:
