@@ -21,6 +21,7 @@ import pytest
 from disk_damage import damage_last_layer, runs, spoil_values
 from dram_damage import arena_files, last_change, make_huge, snapshot
 from test_hybrid_tiers import STATES, WINDOWS
+from test_hybrid_tiers import settled as written
 from token_requests import advise, generate, random_prompt, settled
 
 from sglang_ext.keys import encode_tokens
@@ -194,8 +195,6 @@ async def compare(
 async def test_a_conversation_stays_with_the_replica_that_has_its_kv(
     replicas: Replicas, router: Router, client: aiohttp.ClientSession
 ) -> None:
-    if replicas.kind.model_flags:
-        pytest.skip("not shown for windows and states")
     rng = random.Random(3)
     homes = []
     for _ in range(4):
@@ -213,7 +212,8 @@ async def test_a_conversation_stays_with_the_replica_that_has_its_kv(
         assert_same(await expected(client, replicas, later), answer, atol=1e-4)
         replicas.said[replicas.urls.index(home)].append((later, answer))
     await until(lambda: all(map(partial(is_on_disk, router, replicas), range(2))), WITHIN_S, "disk")
-    assert all(runs(replicas.disk(rank)) for rank in range(2))
+    for rank in range(2):
+        assert await asyncio.to_thread(written, replicas.disk(rank))
     async with client.get(router.url + "/cluster") as response:
         seen = {each["instance"]: each for each in (await response.json())["instances"]}
     assert {name: each["url"] for name, each in seen.items()} == dict(
