@@ -173,7 +173,7 @@ async def test_a_slot_that_has_become_anothers_is_noticed(
             await reading
             assert not np.array_equal(reader.pool.view(0, "k")[:4], owner.pool.view(0, "k")[:4])
         else:
-            # On a busy machine, the reader may hear of the end of its session first.
+            # On a busy machine, the reader may notice the end of its session first.
             with pytest.raises(PeerGoneError, match=r"given the pinned memory to another|session is over"):
                 await reading
         mine.give(taken)

@@ -59,7 +59,7 @@ class Machine:
         }
 
     def part(self, name: str, status: int = 0) -> str:
-        """Run a part; returns what it printed."""
+        """Run a part; returns its output."""
         done = subprocess.run(
             [str(self._folder / ".dev" / "first_minutes.sh")],
             cwd=self._folder,

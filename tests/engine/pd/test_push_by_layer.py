@@ -1,7 +1,7 @@
 """Push by layer from a device: each layer leaves behind the event of its launch.
 
-The device is the test's: what is launched there runs when the test says so. Twins set no fence, and send what
-was in the slots before.
+The device is the test's: launched work runs there when the test says so. Twins set no fence, and send the
+former content of the slots.
 """
 
 from __future__ import annotations

@@ -157,7 +157,7 @@ class Line:
         answer = loop.create_future()
 
         def over(task: asyncio.Task[Any]) -> None:
-            # The answer comes after what that thread has done.
+            # The answer comes after that thread's work.
             loop.call_soon_threadsafe(_settled, answer, task)
 
         def begin() -> None:
@@ -218,7 +218,7 @@ def _settled(answer: asyncio.Future[Any], task: asyncio.Task[Any]) -> None:
 
 
 class SchedulersLock:
-    """The lock of prefill's hand-overs: the transfer thread comes after what the scheduler has done under it.
+    """The lock of prefill's hand-overs: the transfer thread comes after the scheduler's work under it.
     The scheduler comes after the thread where it looks at a hand-over (`Wire.seen`).
     """
 
@@ -347,7 +347,7 @@ class PrefillLoop(StreamScheduler):
         super().__init__(*args)
         self.bootstrapping: list[Req] = []
         self.inflight: list[Req] = []
-        """Whose KV is computed and not taken yet."""
+        """Requests with computed KV that decode has not taken yet."""
         self.lost = 0
 
     def _enqueue(self, reqs: list[Req]) -> None:
@@ -792,7 +792,7 @@ class Pair:
                 each.wire.turn(self._rng.choice((1, 2, 4)))
 
     def hang_up(self) -> None:
-        """End what the transfer threads do."""
+        """Cancel the work of the transfer threads."""
         for _ in range(3):
             for side in (self.prefill, self.decode):
                 side.wire.cancel()
@@ -802,7 +802,7 @@ class Pair:
         return all(side.rank.scheduler.idle for side in (self.prefill, self.decode))
 
     def _abort(self) -> None:
-        """A client goes away, and decode hears of it."""
+        """Abort a waiting request of decode, as for a client that goes away."""
         decode = self.decode.rank.scheduler
         waiting = [each.req for each in (*decode.coming, *decode.moving)]
         if waiting:

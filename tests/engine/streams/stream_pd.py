@@ -67,7 +67,7 @@ class Wire:
         return self.loop.create_task(work)
 
     def follow_caller(self) -> None:
-        """What the thread does next comes after what its caller has done."""
+        """Order the thread's next work after its caller's work until now."""
         join(self.thread.clock, self._trace.host.clock)
 
     def watch(self, key: Any, look: Callable[[], Any]) -> None:

@@ -1,7 +1,7 @@
 """Ranks of one instance under the stream checker, each a thread with a device and a trace of its own.
 
 Ranks of tensor parallelism share no memory of a device: each has its shard of the KV, its arena, its streams
-and its events. What they share are numbers (`Ranks`), and these are no order: that all ranks have completed a
+and its events. They share numbers alone (`Ranks`), which are no order: that all ranks have completed a
 copy is known from the least of their numbers, and what makes it an order on each rank is its own event, which
 it has asked before. So each rank is checked by itself, as its kernels meet no other rank's, over a program
 that both make together; the traces have no common clock, and an agreed number adds nothing to any.

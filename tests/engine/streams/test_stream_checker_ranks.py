@@ -1,4 +1,4 @@
-"""The stream checker over two ranks of one instance: what they agree on orders each rank's own copies.
+"""The stream checker over two ranks of one instance, which agree on ends of copies.
 
 There is no memory of a device that both use, so that each rank's trace is checked by itself (`stream_ranks`).
 """

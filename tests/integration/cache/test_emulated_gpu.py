@@ -103,7 +103,7 @@ def streamed_blocks(server: ServerProcess) -> float:
 
 @pytest.mark.long
 def test_a_prompt_that_goes_on_in_chunks_hits_dram_and_by_layer_disk(tmp_path: Path) -> None:
-    """What follows its cached beginning is computed in two passes. Each time it is something else, so that
+    """The tokens behind its cached beginning are computed in two passes. They are others each time, so that
     the beginning alone is cached."""
     wanted = spec(tmp_path, "--chunked-prefill-size", "48", "--enable-metrics")
 
