@@ -52,6 +52,7 @@ BY_LAYER = "--kv-transfer-mode push-by-layer"
 _DEFERRED_DRAFT_KV = "SGLANG_DSPARK_DEFER_CONTEXT_KV"
 _REPLAY = "--enable-encoder-swa-bounded-replay"
 _EARLY_WRITES = "SGLANG_ENABLE_PREFILL_WAR_READ_DONE"
+_LATE_SIZES = "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"
 _REPLICAS = (
     "Start one server for each replica, behind the router: sglang-ext cluster --colocated N, or "
     "sglang-ext router --worker-urls URL URL"
@@ -120,7 +121,10 @@ class Facts:
     """The backend of the CUDA graphs for prefill."""
     optimistic_prefill_attempts: int = 0
     prefill_war_read_done: bool = False
-    post_capture_kv_sizing: bool = False
+    post_capture_kv_sizing: bool | None = None
+    """``SGLANG_ENABLE_POST_CAPTURE_KV_SIZING``; None where the environment lacks it."""
+    is_muse_spark: bool = False
+    """SGLang then sets that variable itself where the environment lacks it."""
     by_layer: bool = False
     """``BY_LAYER``."""
     pushes: bool = False
@@ -144,6 +148,13 @@ class Facts:
     """None while SGLang has not resolved it."""
     snapshots_at_ends: bool = False
     """The states of a model are kept where chunks and requests end (``no_buffer``), with pages of a token."""
+
+    @property
+    def sizes_kv_late(self) -> bool:
+        """Whether SGLang backs the KV pool with memory after it has captured its CUDA graphs."""
+        if self.post_capture_kv_sizing is None:
+            return self.is_muse_spark
+        return self.post_capture_kv_sizing
 
     @property
     def is_hybrid(self) -> bool:
@@ -173,6 +184,8 @@ def with_model(config: ModelConfig, flags: Facts) -> Facts:
         is_minimax_sparse=is_minimax_sparse(config.hf_config),
         # As SGLang's parse_qsa_profile, which is there from 0.5.23 on.
         is_qsa=getattr(text, "indexer_n_heads", None) is not None,
+        # As SGLang's apply_muse_spark_env_defaults, which is there from 0.5.23 on.
+        is_muse_spark=(config.hf_config.architectures or ("",))[0] == "MuseSparkForConditionalGeneration",
         is_dsa=is_deepseek_dsa(config.hf_config),
         index_group=get_dsa_index_kpool(config.hf_config),
         is_hybrid_ssm=mambaish_config(config) is not None,
@@ -239,11 +252,8 @@ def _unmovable(facts: Facts) -> str | None:
         return f"{TRANSFER_FLAG} does not support --nnodes above 1. Use --tp-size"
     if facts.pp_size > 1 and (reason := _unmovable_stages(facts)) is not None:
         return reason
-    if facts.post_capture_kv_sizing:
-        return (
-            f"{TRANSFER_FLAG} registers the whole pool, of which SGLANG_ENABLE_POST_CAPTURE_KV_SIZING=1 "
-            f"backs a part. Unset that variable"
-        )
+    if facts.sizes_kv_late:
+        return f"{TRANSFER_FLAG} registers the whole pool, of which {_late_sizes(facts)}"
     reason = _unmovable_hybrid(facts)
     if reason is not None:
         return reason
@@ -310,6 +320,13 @@ def _unmovable_hybrid(facts: Facts) -> str | None:
             reason = f"{TRANSFER_FLAG} with {flag} does not serve models with {_kind(facts)}. {way_out}"
             return reason + _whole_windows(facts)
     return None
+
+
+def _late_sizes(facts: Facts) -> str:
+    """The end of a refusal, with the way out."""
+    if facts.is_muse_spark:
+        return f"{_LATE_SIZES}=1 backs a part. SGLang sets it for Muse Spark. Set {_LATE_SIZES}=0 yourself"
+    return f"{_LATE_SIZES}=1 backs a part. Unset that variable"
 
 
 def _differs_on_decode(facts: Facts) -> bool:
@@ -405,8 +422,8 @@ def _unwaiting(facts: Facts) -> str | None:
         return f"{FLAG} cannot be combined with --enable-pdmux. Drop that flag"
     if facts.dllm_algorithm is not None:
         return f"{FLAG} does not serve diffusion language models (--dllm-algorithm). {_STOCK}"
-    if facts.post_capture_kv_sizing:
-        return f"{FLAG} cannot be combined with SGLANG_ENABLE_POST_CAPTURE_KV_SIZING=1. Unset that variable"
+    if facts.sizes_kv_late:
+        return f"{FLAG} keeps prefixes of the whole pool, of which {_late_sizes(facts)}"
     if facts.pp_size > 1:
         for present, flag, way_out in (
             # The first stage holds the ends of answers back, and does not know the disks of the others.

@@ -268,7 +268,7 @@ TABLE: Mapping[str, Family] = MappingProxyType(
         ),
         "window": Family(
             "Sliding windows in a pool of their own",
-            "gpt-oss, Llama 4, Step-3.5, Gemma 4, MiMo-V2, Laguna",
+            "gpt-oss, Llama 4, Step-3.5, Gemma 4, MiMo-V2, Laguna, Muse Glimmer, Muse Spark",
             _BELOW_STOCK
             | _resumed("tiny-spark")
             | {
@@ -306,7 +306,8 @@ TABLE: Mapping[str, Family] = MappingProxyType(
         ),
         "state": Family(
             "States: GDN, KDA, Mamba2, lightning, short convolution",
-            "Qwen3-Next, Qwen3.5 to 3.8, Kimi Linear and K3, Nemotron-H, Falcon-H1, Granite 4, LFM2, Ling",
+            "Qwen3-Next, Qwen3.5 to 3.8, Kimi Linear and K3, Nemotron-H, Falcon-H1, Granite 4, LFM2, Ling, "
+            "Inkling",
             _BELOW_STOCK
             | _resumed("tiny-gdn")
             | {

@@ -68,7 +68,7 @@ def facts_of(ctx: Any, config: KvConfig) -> Facts:
         prefill_graphs=None if graphs is None else str(graphs.prefill.backend),
         optimistic_prefill_attempts=disagg.optimistic_prefill_attempts,
         prefill_war_read_done=_is_wanted(envs.SGLANG_ENABLE_PREFILL_WAR_READ_DONE),
-        post_capture_kv_sizing=envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.get(),
+        post_capture_kv_sizing=_late_sizes(),
         block_size=config.block_size,
         page_size=ctx.params.page_size,
         snapshots_at_ends=not ctx.params.enable_mamba_extra_buffer,
@@ -103,6 +103,13 @@ def _of_config(config: KvConfig) -> dict[str, Any]:
 def _is_wanted(variable: Any) -> bool:
     """Whether the user has set it, as some versions of SGLang do by default."""
     return bool(variable.is_set() and variable.get())
+
+
+def _late_sizes() -> bool | None:
+    from sglang.srt.environ import envs
+
+    variable = envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING
+    return bool(variable.get()) if variable.is_set() or variable.get() else None
 
 
 def _defers_draft_kv() -> bool:
@@ -181,7 +188,7 @@ def given_facts(server_args: Any, config: KvConfig) -> Facts:
         defers_draft_kv=_defers_draft_kv(),
         prefill_graphs=in_json or getattr(server_args, "cuda_graph_backend_prefill", None),
         prefill_war_read_done=_is_wanted(envs.SGLANG_ENABLE_PREFILL_WAR_READ_DONE),
-        post_capture_kv_sizing=envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.get(),
+        post_capture_kv_sizing=_late_sizes(),
         block_size=config.block_size,
         **_of_config(config),
     )

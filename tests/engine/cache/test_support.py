@@ -37,6 +37,7 @@ PLAIN = SimpleNamespace(
 )
 """The fields of a plain model's ``ModelConfig`` that ``admission`` reads."""
 
+_LATE_SIZES = "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"
 REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     (
         {"is_hybrid_swa": True, "follows_hybrids": False},
@@ -157,7 +158,11 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"prefill_graphs": "full", "dram": True}, ("--cuda-graph-backend-prefill full", "breakable")),
     ({"prefill_graphs": "tc_piecewise", "dram": True}, ("tc_piecewise", "breakable, or disabled")),
     ({"prefill_war_read_done": True, "dram": True}, ("SGLANG_ENABLE_PREFILL_WAR_READ_DONE", "Unset")),
-    ({"post_capture_kv_sizing": True}, ("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "Unset")),
+    ({"post_capture_kv_sizing": True}, ("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING=1", "Unset")),
+    *(
+        ({"is_muse_spark": True, "post_capture_kv_sizing": given}, ("for Muse Spark", f"Set {_LATE_SIZES}=0"))
+        for given in (None, True)
+    ),
     ({"optimistic_prefill_attempts": 1, "disk": True}, ("--optimistic-prefill-attempts", "--kv-disk-path")),
     *(
         ({"caches": False, "transfers": True, **facts}, ("--disaggregation-transfer-backend global", word))
@@ -209,6 +214,7 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
             ({"speculative_algorithm": "FROZEN_KV_MTP"}, "Use one of EAGLE, EAGLE3, NEXTN"),
             ({"speculative_algorithm": "EAGLE", "by_layer": True}, "--kv-transfer-mode pull, or push"),
             ({"post_capture_kv_sizing": True}, "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING=1"),
+            ({"is_muse_spark": True}, "Set SGLANG_ENABLE_POST_CAPTURE_KV_SIZING=0 yourself"),
         )
     ),
 ]
@@ -230,6 +236,7 @@ def test_it_is_refused_by_name_with_the_way_out(facts: dict[str, Any], words: tu
         {},
         {"kv_pool": "MLATokenToKVPool"},
         {"speculative_algorithm": "NGRAM"},
+        {"is_muse_spark": True, "is_hybrid_swa": True, "post_capture_kv_sizing": False},
         {"is_hybrid_ssm": True, "speculative_algorithm": "NGRAM", "dram": True, "page_size": 64},
         {"is_hybrid_swa": True, "speculative_algorithm": "EAGLE", "dram": True, "page_size": 64},
         {"speculative_algorithm": "EAGLE", "dram": True, "disk": True},
@@ -382,6 +389,13 @@ def test_the_environment_is_refused_too(variable: str, monkeypatch: pytest.Monke
     monkeypatch.setenv(variable, "1")
     with pytest.raises(ConfigError, match=variable):
         require_admitted(given_args(), KvConfig(dram_size=1))
+
+
+def test_sglang_sets_late_sizes_for_muse_spark_alone() -> None:
+    """``with_model`` knows the same architecture, before SGLang has set the variable."""
+    hook = pytest.importorskip("sglang.srt.arg_groups.muse_spark_hook")
+    assert hook.MUSE_SPARK_ARCHITECTURES == ("MuseSparkForConditionalGeneration",)
+    assert dict(hook.MUSE_SPARK_ENV_DEFAULTS)[envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING] is True
 
 
 def test_passes_are_waited_for_where_sglang_does_not_by_default(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,19 @@ DSA: dict[str, Any] = {
     "index_topk": 2048,
     "index_head_dim": 128,
 }
+MUSE: dict[str, Any] = {
+    "architectures": ["MuseSparkForConditionalGeneration"],
+    "model_type": "muse_spark",
+    "text_config": {
+        "num_hidden_layers": 4,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+}
+LATE_SIZES = "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"
 ANSWERS: list[tuple[str, dict[str, Any], tuple[str, ...], int, dict[str, tuple[str, str]]]] = [
     (
         "moe",
@@ -75,6 +88,14 @@ ANSWERS: list[tuple[str, dict[str, Any], tuple[str, ...], int, dict[str, tuple[s
         ("--kv-router", "http://127.0.0.1:30000"),
         0,
         {"start": ("ok", "admitted"), "family": ("ok", "short convolution"), "hints": ("ok", "served")},
+    ),
+    (
+        "Muse Spark",
+        MUSE,
+        (),
+        1,
+        {"start": ("problem", f"{LATE_SIZES}=1"), "family": ("ok", "Sliding windows in a pool"),
+         "PD": ("warning", "registers the whole pool")},
     ),
     ("index", DSA, (), 0, {"family": ("ok", "index (DSA)"), "PD": ("ok", "proof: oracle")}),
     ("replicas", RECIPES["tiny"].config, ("--dp-size", "2"), 0, {"start": ("ok", "admitted")}),
@@ -129,6 +150,19 @@ def test_a_folder_with_a_configuration_alone_is_enough(
         assert found[subject]["level"] == level, found
         assert text in found[subject]["text"]
     assert bool(found["start"]["advice"]) is bool(status), "the way out"
+
+
+def test_muse_spark_is_admitted_where_its_way_out_was_taken(
+    tmp_path: Path, doctor: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MUSE))
+    code, printed = doctor("--model-path", str(tmp_path))
+    assert code == 1
+    assert f"Set {LATE_SIZES}=0" in printed
+    monkeypatch.setenv(LATE_SIZES, "0")
+    code, printed = doctor("--model-path", str(tmp_path))
+    assert code == 0, printed
+    assert "admitted" in printed
 
 
 def test_a_model_that_is_not_there_is_a_finding_and_no_traceback(tmp_path: Path) -> None:
