@@ -152,7 +152,7 @@ def run(given: Arguments) -> int:
     logging.getLogger("sglang_ext").setLevel(logging.ERROR)
     trace = None if given.trace is None else _read(given.trace)
     base = changed(settings_of(given, trace), given.settings)
-    model = _model(given, trace)
+    model = model_of(given, trace)
     runs = {AS_GIVEN: base} | {text: changed(base, text) for text in given.what_if}
     _check_used(given, runs, trace)
     recorded: Settings | None = None
@@ -217,7 +217,7 @@ def settings_of(given: Arguments, trace: Trace | None) -> Settings:
     return dataclasses.replace(settings, **named)
 
 
-def _model(given: Arguments, trace: Trace | None) -> CostModel:
+def model_of(given: Arguments, trace: Trace | None) -> CostModel:
     """The costs that are named, else those of the recording's router, else the defaults.
 
     Raises:

@@ -229,6 +229,8 @@ class Instance:
         job.came_at = self._loop.time()
         if job.observed is not None:
             self._replaying[job] = None
+            self._arrived(job)
+            self.wake()
             self._loop.call_at(job.arrived + job.observed.began_s, self._replay, job)
             return
         if self._admissible(job):
@@ -249,6 +251,9 @@ class Instance:
         """A request enters the queue. Where KV may come for it, SGLang matches it at once, which is a use of
         its prefix."""
         self._waiting.append(job)
+        self._arrived(job)
+
+    def _arrived(self, job: Job) -> None:
         if self.engine.promotions is not None or self.engine.peers is not None:
             self.engine.store.match(job.namespace, job.text[:-TOKEN_BYTES])
             self._look(job)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -490,3 +491,24 @@ def test_another_file_is_refused(line: bytes, tmp_path: Path, capsys: pytest.Cap
         assert command.main(["--trace", str(path)]) == 2
         assert "--trace" in capsys.readouterr().err
     assert command.main(["--trace", str(tmp_path / "none")]) == 2
+
+
+def test_a_replayed_request_is_looked_for_on_disk_when_it_has_come() -> None:
+    """The first prompt comes back when HBM and DRAM have others. Its read takes a third of a second, and its
+    pass begins after half a second; in the twin, at once."""
+    blocks, block_bytes = 40, 16 * CostModel().kv_bytes_per_token
+    rng = random.Random(1)
+    prompts = [rng.randbytes(64 * blocks + 4) for _ in range(12)]
+    fleet = changed(Settings(), "instances=1,requests=13,hbm=100,dram=100,disk=9000,fetch=off,lag_ms=1")
+    fleet = replace(fleet, disk_read=3.0 * blocks * block_bytes)
+
+    def found(began_s: float) -> dict[str, int]:
+        observed = Observed(0.0, began_s, began_s + 0.1, began_s + 0.1, began_s + 0.2)
+        trace = Trace()
+        for number, key in enumerate([*prompts, prompts[0]]):
+            turn = Turn(key, b"abcd", id=str(number), observed=observed)
+            trace.sessions.append(TracedSession(str(number), 0, 20.0 * number, turn))
+        return dict(simulate(fleet, trace=trace).decided["12"].hits)
+
+    assert found(began_s=0.5) == {"disk": 16 * blocks}
+    assert found(began_s=0.0) == {}
