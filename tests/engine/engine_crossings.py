@@ -230,7 +230,7 @@ def _plain(rnd: random.Random) -> Scenario:
     settings = _settings(rnd, page, mixed=not draft)
     return Scenario(
         "drawn",
-        kind=PoolKind(attention, page, layers=rnd.choice((2, 3)), draft_layers=draft),
+        kind=PoolKind(attention, page, layers=rnd.choice((2, 3)), draft_layers=draft, algorithm="EAGLE"),
         block=block,
         hbm_tokens=16 * block if page == 64 else rnd.choice((240, 320)) // block * block,
         stretch=4 if page == 64 else 1,

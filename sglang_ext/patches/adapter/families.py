@@ -155,6 +155,9 @@ _CONTEXTS = "engine/cache/test_context_ranks.py::test_every_row_is_right_on_rank
 _MOVED_BY_NAME = "engine/hybrid/test_oracle_moves.py::test_a_request_goes_on_at_another_scheduler"
 _DSA_RETURN = "engine/pd/test_pd_returns.py::test_every_plane_of_a_block_returns"
 _STATE_DRAFTS = "engine/hybrid/test_oracle_drafts.py::test_every_row_from_dram_and_disk_is_right"
+_FAMILY_DRAFTS = (
+    "engine/peers/test_family_drafts.py::test_every_row_of_a_draft_from_hbm_dram_disk_and_a_peer_is_right"
+)
 _BEFORE_PICTURES = "test_what_comes_before_a_picture_is_matched_fetched_and_prefetched"
 _DSA_TIERS = "engine/cache/test_simulation.py::test_a_prompt_with_index_keys_is_found"
 _DSA_TRAFFIC = "engine/cache/test_simulation.py::test_every_row_is_right_and_every_slot_has_one_owner"
@@ -195,6 +198,7 @@ TABLE: Mapping[str, Family] = MappingProxyType(
             _answers("tiny-moe")
             | _also("tiny-moe", "CP", "fetch", "PD", "return", "migration", "hints", "TP", "DP")
             | {
+                "speculation": Proof("oracle", f"{_FAMILY_DRAFTS}[gqa-moe]"),
                 "DP attention": _replicas("tiny-moe-attention"),
                 "PP": _answers("tiny-moe-pp2")["HBM"],
                 "DP in PD": _pairs_of_replicas("tiny-moe"),
@@ -216,6 +220,7 @@ TABLE: Mapping[str, Family] = MappingProxyType(
             _answers("tiny-mla-moe")
             | _also("tiny-mla-moe", "CP", "fetch", "PD", "return", "migration", "hints", "TP")
             | {
+                "speculation": Proof("oracle", f"{_FAMILY_DRAFTS}[mla-moe]"),
                 "DP": _replicas("tiny-mla-moe"),
                 "DP attention": _replicas("tiny-mla-moe-attention"),
                 "DP in PD": _pairs_of_replicas("tiny-mla-moe-attention"),
@@ -249,6 +254,7 @@ TABLE: Mapping[str, Family] = MappingProxyType(
                 # Of tokens before the first picture: a router does not know the tokens of a picture.
                 "fetch": _server(f"router/test_routed_pictures.py::{_BEFORE_PICTURES}"),
                 "hints": _server(f"router/test_routed_pictures.py::{_BEFORE_PICTURES}"),
+                "speculation": Proof("oracle", f"{_FAMILY_DRAFTS}[vision]"),
             },
         ),
         "vision-mla": Family("MLA with pictures", "Kimi K2.5 to K2.7", _BY_READING),

@@ -60,7 +60,9 @@ INDEXED = Scenario(
     settings=Settings(chunk=128, new_token_ratio=0.05),
 )
 INDEXED_DRAFT = replace(
-    INDEXED, kind=PoolKind("dsa", 64, layers=3, draft_layers=1), make_scheduler=VerifyingScheduler
+    INDEXED,
+    kind=PoolKind("dsa", 64, layers=3, draft_layers=1, algorithm="EAGLE"),
+    make_scheduler=VerifyingScheduler,
 )
 DRAFTED = Scenario("drafted", kind=PoolKind(draft_layers=2), hbm_tokens=256, dram_blocks=250, memory=40)
 ON_DISK = Scenario("on disk", hbm_tokens=256, dram_blocks=70, disk_blocks=4000, memory=60)

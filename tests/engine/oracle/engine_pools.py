@@ -63,6 +63,22 @@ def extend_chain(chain: list[int], namespace: Hashable, tokens: Sequence[int]) -
         chain.append(last)
 
 
+def with_next(chain: Hashes, tokens: Sequence[int], block: int) -> Hashes:
+    """The hashes of a draft's rows that also depend on the next token, where prefixes are kept in blocks: the
+    row of a block's last token may have been made with the next token of another text. Here it belongs to its
+    own token alone.
+
+    Args:
+        chain: hashes of the prefix up to each token.
+        tokens: the token after each of them.
+    """
+    after = chain ^ (chain >> np.uint64(31))
+    after *= np.uint64(0xBF58476D1CE4E5B9)
+    after += np.array(tokens, np.uint64) * np.uint64(_MIX) + np.uint64(0x94D049BB133111EB)
+    after[block - 1 :: block] = chain[block - 1 :: block]
+    return after
+
+
 def chain_of(namespace: Hashable, tokens: Sequence[int]) -> list[int]:
     """The hash of the prefix up to each token."""
     chain: list[int] = []
@@ -82,6 +98,13 @@ class PoolKind:
     draft_layers: int = 0
     value_dim: int = 6
     """Of a head of V, with ``mha``; K has 4."""
+    algorithm: str = "STANDALONE"
+    """Of the draft model."""
+
+    @property
+    def pairs(self) -> bool:
+        """Whether a draft's row also depends on the next token (EAGLE, EAGLE3 and MTP)."""
+        return bool(self.draft_layers) and self.algorithm in {"EAGLE", "EAGLE3"}
 
     def __str__(self) -> str:
         draft = f"-draft{self.draft_layers}" if self.draft_layers else ""
@@ -193,6 +216,15 @@ class Pools:
             tp_size=1,
             model_kv_heads=2 if self.kind.attention == "mha" else 1,
         )
+
+    def row_hashes(self, chain: Hashes, layer: int) -> Hashes:
+        """The hashes of one layer's rows, of whole blocks of tokens whose prefixes hash to ``chain``."""
+        if layer < self.kind.layers or not self.kind.pairs:
+            return chain
+        shifted = chain.reshape(-1, self.block).copy()
+        shifted[:, :-1] = shifted[:, 1:]
+        shifted[:, -1] = chain[self.block - 1 :: self.block]
+        return shifted.ravel()
 
     def register(self, gate: LayerGate) -> None:
         """Have reads wait for loads, as the cache's factory does."""

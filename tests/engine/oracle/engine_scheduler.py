@@ -48,12 +48,18 @@ class Served:
 @dataclass(frozen=True)
 class Computed:
     """The work of one pass on a request: ``row`` and ``chain`` have an entry for each of its tokens, and
-    those before ``start`` are there."""
+    those before ``start`` are there. ``of_draft``: the hashes of the draft model's rows, where they are
+    others than ``chain``."""
 
     req: Req
     row: np.ndarray
     chain: np.ndarray
     start: int
+    of_draft: np.ndarray | None = None
+
+    def hashes(self, *, draft: bool) -> np.ndarray:
+        """The hashes of the rows of the model or of its draft model."""
+        return self.of_draft if draft and self.of_draft is not None else self.chain
 
 
 @dataclass(frozen=True)
@@ -562,11 +568,17 @@ class SimulatedScheduler:
         for layer in range(oracle.layers):
             self.pools.read(layer)
             for each in work:
-                what = f"prefix of {each.req.rid} in forward"
-                oracle.compare(each.row[: each.start], each.chain[: each.start], layer, what)
-                oracle.write(each.row[each.start :], each.chain[each.start :], layer)
+                self._compute(each, layer)
             self.layer_written(layer)
         return [token_at(req, end) for req, end in zip(batch.reqs, batch.seq_lens_cpu.tolist(), strict=True)]
+
+    def _compute(self, work: Computed, layer: int) -> None:
+        """Read one layer's rows of a request that are there, and write the others."""
+        oracle, draft = self.pools.oracle, layer >= self.pools.kind.layers
+        row, hashes, start = work.row, work.hashes(draft=draft), work.start
+        what = f"{'draft' if draft else 'prefix'} of {work.req.rid} in forward"
+        oracle.compare(row[:start], hashes[:start], layer, what)
+        oracle.write(row[start : len(hashes)], hashes[start:], layer)
 
     def _rows_of(self, batch: ScheduleBatch) -> list[Computed]:
         """The part of each request that a pass computes."""

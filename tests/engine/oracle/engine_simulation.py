@@ -483,14 +483,15 @@ class Rank:
 
     def _compare_slots(self, what: object, slots: np.ndarray, chain: np.ndarray) -> None:
         for layer in range(self.pools.oracle.layers):
-            self.pools.oracle.compare(slots, chain, layer, what)
+            self.pools.oracle.compare(slots, self.pools.row_hashes(chain, layer), layer, what)
 
     def _compare_blocks(self, what: object, blocks: np.ndarray, chain: np.ndarray) -> None:
         assert self.arena is not None
         layout = self.arena.layout
         for layer in range(layout.n_layers):
+            hashes = self.pools.row_hashes(chain, layer)
             for i, plane in enumerate(layout.planes_of(layer)):
-                self.pools.oracle.compare_blocks(self.arena.plane(plane)[blocks], chain, layer, i, what)
+                self.pools.oracle.compare_blocks(self.arena.plane(plane)[blocks], hashes, layer, i, what)
 
     def _numbers(self, places: Any) -> list[int]:
         """Slots or blocks."""
@@ -735,7 +736,7 @@ SCENARIOS = (
     ),
     Scenario(
         "dsa, a draft with index keys, brought ahead, overlap",
-        kind=PoolKind("dsa", 64, layers=3, draft_layers=1),
+        kind=PoolKind("dsa", 64, layers=3, draft_layers=1, algorithm="EAGLE"),
         block=64,
         hbm_tokens=64 * 16,
         dram_blocks=10,

@@ -2,7 +2,7 @@
 
 As in `engine_scheduler`; but in a decoding pass the model verifies several tokens, of which it accepts a
 random number. The rows of those that it does not accept are spoilt. SGLang allocates the slots. The draft
-model's rows are beside the model's, in the same slots.
+model's rows are beside the model's, in the same slots; with EAGLE and MTP they also depend on the next token.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-from engine_pools import PoolKind
+from engine_pools import PoolKind, with_next
 from engine_scheduler import Computed, SimulatedScheduler, token_at
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.runtime_context import get_schedule, get_spec
@@ -27,10 +28,9 @@ VERIFIED = 4
 class VerifyingScheduler(SimulatedScheduler):
     """The scheduler's loop with a draft model."""
 
-    algorithm = SpeculativeAlgorithm.EAGLE
-
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        self.algorithm = SpeculativeAlgorithm[self.pools.kind.algorithm]
         self.drafted = 0
         """Tokens of drafts that the model has accepted."""
         self._random = random.Random(3)
@@ -45,9 +45,7 @@ class VerifyingScheduler(SimulatedScheduler):
         for layer in range(oracle.layers):
             self.pools.read(layer)
             for each in work:
-                what = f"prefix of {each.req.rid} in forward"
-                oracle.compare(each.row[: each.start], each.chain[: each.start], layer, what)
-                oracle.write(each.row[each.start : len(each.chain)], each.chain[each.start :], layer)
+                self._compute(each, layer)
             self.layer_written(layer)
         for each in work:
             oracle.spoil(each.row[len(each.chain) :])
@@ -60,7 +58,16 @@ class VerifyingScheduler(SimulatedScheduler):
         tokens = [_text(req, at) for at in range(start + count)]
         chain = self._chain(req, tokens, start)
         row = self.pools.requests.req_to_token[req.kv.req_pool_idx, : start + VERIFIED]
-        return Computed(req, row.numpy().astype(np.int64), chain, start)
+        return self._with_draft(Computed(req, row.numpy().astype(np.int64), chain, start))
+
+    def _rows_of(self, batch: ScheduleBatch) -> list[Computed]:
+        return list(map(self._with_draft, super()._rows_of(batch)))
+
+    def _with_draft(self, work: Computed) -> Computed:
+        if not self.pools.kind.pairs:
+            return work
+        after = [_text(work.req, at + 1) for at in range(len(work.chain))]
+        return replace(work, of_draft=with_next(work.chain, after, self.pools.block))
 
     def _append(self, req: Req, token: Any) -> None:
         req.kv.kv_committed_len += len(token)
@@ -81,7 +88,7 @@ def _text(req: Req, place: int) -> int:
 @contextmanager
 def speculation(kind: PoolKind) -> Iterator[None]:
     """SGLang's process-wide settings for it."""
-    drafts = {"speculative_algorithm": "EAGLE", "speculative_num_steps": VERIFIED - 1}
+    drafts = {"speculative_algorithm": kind.algorithm, "speculative_num_steps": VERIFIED - 1}
     drafts |= {"speculative_eagle_topk": 1, "speculative_num_draft_tokens": VERIFIED}
     with get_spec().override(**drafts), get_schedule().override(page_size=kind.page):
         yield
