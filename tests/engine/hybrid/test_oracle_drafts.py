@@ -13,13 +13,27 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_drafts import DRAFTED, GRID, PAGED_WINDOW, STATES, WINDOW, DraftingScheduler, with_draft
+from engine_drafts import (
+    DFLASH,
+    DRAFTED,
+    FROZEN,
+    GRID,
+    PAGED_WINDOW,
+    STATES,
+    WINDOW,
+    DraftingScheduler,
+    with_draft,
+)
+from engine_hybrid_pools import FULL, runner_of
 from engine_hybrid_store import Sizes, StoreBelow
 from engine_hybrids import HybridRank, HybridScenario, drive
 from engine_page_pools import COMPRESSED, GROUPED, LOW_RATIO, PAGE, whole
 from engine_pools import Hashes, WrongKvError
 from engine_scheduler import Computed
 from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from test_oracle_pages import flip_a_late_bit
 from test_oracle_store import damage, leave_hbm, store_of, stored
 from transformers import PretrainedConfig
@@ -49,7 +63,7 @@ def test_every_row_from_dram_and_disk_is_right(scenario: HybridScenario) -> None
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("scenario", DRAFTED, ids=str)
 def test_every_row_is_right_for_long(scenario: HybridScenario, seed: int) -> None:
-    """36 runs, 10,800 passes of the loop; in HBM alone, with much DRAM, and with little."""
+    """60 runs, 18,000 passes of the loop; in HBM alone, with much DRAM, and with little."""
     sizes = ({}, {"full": 120, "other": 60, "disk": 4000}, {"disk": 300, "faults": 0.1, "threaded": True})
     made = stored(scenario, **sizes[seed - 1]) if seed else HybridRank(scenario)
     with made as rank:
@@ -59,15 +73,18 @@ def test_every_row_is_right_for_long(scenario: HybridScenario, seed: int) -> Non
 
 
 @pytest.mark.parametrize(
-    ("pages", "seed"),
+    ("pages", "seed", "draft"),
     [
-        pytest.param(COMPRESSED, 2, id="compressed"),
-        pytest.param(LOW_RATIO, 2, id="low-ratio"),
-        pytest.param(GROUPED, 4, id="grouped"),
+        pytest.param(COMPRESSED, 2, {}, id="compressed"),
+        pytest.param(LOW_RATIO, 2, {}, id="low-ratio"),
+        pytest.param(GROUPED, 4, {}, id="grouped"),
+        pytest.param(COMPRESSED, 2, {"bigrams": False, "method": "DSPARK"}, id="compressed, DSPARK"),
     ],
 )
-def test_every_row_of_a_draft_with_pages_is_right(pages: HybridScenario, seed: int) -> None:
-    with stored(with_draft(pages), full=16, other=8, disk=2000, backlog=1 << 26) as rank:
+def test_every_row_of_a_draft_with_pages_is_right(
+    pages: HybridScenario, seed: int, draft: dict[str, Any]
+) -> None:
+    with stored(with_draft(pages, **draft), full=16, other=8, disk=2000, backlog=1 << 26) as rank:
         drive(rank, seed=seed, steps=60)
         assert len(rank.scheduler.finished) > 10
         assert rank.scheduler.drafted > 50
@@ -75,7 +92,7 @@ def test_every_row_of_a_draft_with_pages_is_right(pages: HybridScenario, seed: i
 
 
 LONG_PROMPT = [at % 5 for at in range(4 * PAGE + 1)]
-FOUND = [(each, PROMPT) for each in (WINDOW, PAGED_WINDOW, STATES, GRID)]
+FOUND = [(each, PROMPT) for each in (WINDOW, PAGED_WINDOW, STATES, GRID, DFLASH, FROZEN)]
 FOUND += [(with_draft(whole(pages)), LONG_PROMPT) for pages in (COMPRESSED, LOW_RATIO, GROUPED)]
 
 
@@ -110,7 +127,12 @@ def shift(blocks: np.ndarray) -> None:
 DAMAGE = {"one bit": flip_a_bit, "a row of zeros": zero_the_last_row, "rows one token late": shift}
 TWINS = [
     (scenario, component, what)
-    for scenario, components in ((PAGED_WINDOW, ("full", "window")), (STATES, ("full",)), (GRID, ("full",)))
+    for scenario, components in (
+        (PAGED_WINDOW, ("full", "window")),
+        (DFLASH, ("full", "window")),
+        (STATES, ("full",)),
+        (GRID, ("full",)),
+    )
     for component in components
     for what in DAMAGE
 ]
@@ -136,6 +158,46 @@ def test_one_bit_of_a_draft_with_pages_is_seen(pages: HybridScenario) -> None:
         rank.look_inside = False
         with pytest.raises(WrongKvError, match=r"^draft of .* in forward"):
             rank.serve([*LONG_PROMPT, 1, 2, 3])
+
+
+def test_a_draft_without_kv_reads_the_model_s_from_dram() -> None:
+    """FROZEN_KV_MTP. SGLang gives its runner a pool of 64 slots, which nothing reads and no tier keeps; the
+    twin damages a row of the model after the prompt was computed."""
+    with stored(FROZEN) as rank:
+        assert not rank.pools.drafts.runners
+        leave_hbm(rank, PROMPT)
+        rank.serve([*PROMPT, 1, 2, 3], new_tokens=8)
+        assert rank.scheduler.frozen_reads > 2 * len(PROMPT)
+        rank.look_inside = False
+        rank.scheduler.submit([*PROMPT, 1, 2, 3], new_tokens=8)
+        rank.scheduler.step()
+        rank.pools.oracles[FULL].spoil(rank.pools.all(FULL))
+        with pytest.raises(WrongKvError, match=r"^draft of .* in forward"):
+            rank.scheduler.step()
+
+
+def test_a_draft_without_kv_has_no_pool_that_is_kept() -> None:
+    """SGLang names no runner with draft KV for FROZEN_KV_MTP; its pool would be refused by name."""
+    frozen = SimpleNamespace(spec_algorithm=SpeculativeAlgorithm.FROZEN_KV_MTP)
+    with HybridRank(FROZEN) as rank:
+        small = MHATokenToKVPool(
+            size=64,
+            page_size=16,
+            dtype=torch.float32,
+            head_num=1,
+            head_dim=4,
+            layer_num=1,
+            device="cpu",
+            enable_memory_saver=False,
+        )
+        runner = runner_of(small, rank.pools)
+        worker = SimpleNamespace(
+            target_worker=SimpleNamespace(model_runner=frozen),
+            draft_worker=SimpleNamespace(draft_runners=[runner]),
+        )
+        assert BaseSpecWorker._draft_model_runners(worker) == ()
+        with pytest.raises(ConfigError, match="fewer slots than the model"):
+            component_pools(rank.pools.params(), 32, Drafts((runner,)))
 
 
 class WithoutDrafts(StoreBelow):

@@ -37,9 +37,9 @@ class Checkpoint:
 
     def config(self, *, draft: bool = False) -> ModelConfig:
         """SGLang's configuration of the model, or of the draft model that the same files have."""
-        made = CONFIG_MAPPING[self.kind]().to_dict()
-        made["architectures"] = [self.architecture]
-        made.get("text_config", made).update(self.fields)
+        kind = CONFIG_MAPPING[self.kind]
+        fields = {"text_config": self.fields} if "text_config" in kind.sub_configs else self.fields
+        made = kind(**fields).to_dict() | {"architectures": [self.architecture]}
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(made, default=str))
             return ModelConfig(folder, is_draft_model=draft)
@@ -85,6 +85,7 @@ class ConfiguredKind(PoolKind):
 
     Args:
         model: the model.
+        draft: the draft model, or the model again where its files have layers for one (MTP).
         draft: the draft model; the model itself where its files have layers for it (MTP).
     """
 

@@ -5,6 +5,10 @@ As in `engine_hybrids`; and after the model, the draft model computes the same t
 model verifies several tokens, of which it accepts a random number: a request's rows and states are then those
 of the accepted ones, and the rest is spoilt. SGLang allocates the slots, chooses the states to keep and says
 of which step they are.
+
+A draft's row belongs to its token and the next one with EAGLE, EAGLE3 and MTP, and to its token alone with
+STANDALONE, and with DFLASH and DSPARK, which make it of the model's hidden states. FROZEN_KV_MTP has no rows:
+before the model verifies, it reads those of the model's last layers.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from engine_hybrid_pools import FULL, MAMBA, SWA, HybridKind
 from engine_hybrids import OVERLAP, PAGED, HybridScenario, HybridScheduler
 from engine_pools import WrongKvError, extend_chain
 from engine_scheduler import Computed, Settings, token_at
+from engine_verifying import relay, resolve
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_utils import _verify_commit_step_indices, prepare_mamba_track_for_verify
@@ -35,6 +40,8 @@ class DraftingScheduler(HybridScheduler):
         self.algorithm = getattr(SpeculativeAlgorithm, pools.kind.algorithm)
         self.drafted = 0
         """Tokens of drafts that the model has accepted."""
+        self.frozen_reads = 0
+        """Rows of the model that a draft without KV of its own has read."""
         self._random = random.Random(3)
         self._accepted: dict[Req, int] = {}
         self._newest: dict[Req, int] = {}
@@ -46,7 +53,11 @@ class DraftingScheduler(HybridScheduler):
     # -- passes ---------------------------------------------------------------------------------
 
     def _forward(self, batch: ScheduleBatch) -> list[Any]:
-        return self._verify(batch) if batch.forward_mode.is_decode() else super()._forward(batch)
+        if batch.forward_mode.is_decode():
+            resolve(batch, self.algorithm)
+        tokens = self._verify(batch) if batch.forward_mode.is_decode() else super()._forward(batch)
+        relay(batch, self.algorithm)
+        return tokens
 
     def _rows_of(self, batch: ScheduleBatch) -> list[Computed]:
         for req in batch.reqs:
@@ -63,6 +74,8 @@ class DraftingScheduler(HybridScheduler):
         starts = batch.seq_lens_cpu.tolist()
         accepted = [self._random.randint(1, width) for _ in starts]
         work = [self._work(*each) for each in zip(batch.reqs, starts, accepted, strict=True)]
+        if self.algorithm.is_frozen_kv_mtp():
+            self._read_frozen(work)
         for layer, part, local in pools.layers:
             pools.read(layer)
             for each in work:
@@ -78,6 +91,14 @@ class DraftingScheduler(HybridScheduler):
         return [
             [self._text(each.req, at) for at in range(each.start + 1, len(each.chain) + 1)] for each in work
         ]
+
+    def _read_frozen(self, work: list[Computed]) -> None:
+        """A draft model without KV of its own reads what the model's last layer of each kind has."""
+        for part in self.pools.oracles.keys() & {FULL, SWA}:
+            for each in work:
+                read = partial(self._compare, each, part, -1, "draft")
+                self._check(each.req, read)
+                self.frozen_reads += each.start
 
     def _work(self, req: Req, start: int, count: int) -> Computed:
         """Of the verified tokens of a request, those that are accepted; ``row`` has all."""
@@ -136,7 +157,7 @@ class DraftingScheduler(HybridScheduler):
         try:
             compare()
         except WrongKvError as error:
-            self._wrong[req] = error
+            self._wrong.setdefault(req, error)
 
     # -- results --------------------------------------------------------------------------------
 
@@ -174,6 +195,20 @@ PAGED_WINDOW = drafted(
     window_tokens=320,
     settings=PAGED,
 )
+DFLASH = drafted(
+    "window, page 16, DFLASH of three layers of each kind",
+    replace(PAGED_WINDOW.kind, verified=8, depth=3, bigrams=False, method="DFLASH"),
+    hbm_tokens=480,
+    window_tokens=320,
+    settings=PAGED,
+)
+FROZEN = drafted(
+    "window, page 16, FROZEN_KV_MTP",
+    replace(PAGED_WINDOW.kind, draft=(), method="FROZEN_KV_MTP"),
+    hbm_tokens=480,
+    window_tokens=320,
+    settings=PAGED,
+)
 STATES = drafted("states", HybridKind(states=24, verified=4, draft=FULL_ONLY))
 GRID = drafted(
     "states on a grid, page 16",
@@ -203,6 +238,21 @@ DRAFTED = (
         window_tokens=240,
     ),
     drafted(
+        "window, page 16, EAGLE3",
+        replace(PAGED_WINDOW.kind, draft=FULL_ONLY, method="EAGLE3"),
+        hbm_tokens=480,
+        window_tokens=320,
+        settings=PAGED,
+    ),
+    DFLASH,
+    drafted(
+        "states on a grid, page 16, DSPARK of two layers",
+        replace(GRID.kind, depth=2, bigrams=False, method="DSPARK"),
+        hbm_tokens=480,
+        settings=PAGED,
+    ),
+    FROZEN,
+    drafted(
         "window, page 16, no draft model",
         HybridKind(window=32, page=16, verified=4),
         hbm_tokens=480,
@@ -226,8 +276,7 @@ DRAFTED = (
 )
 
 
-def with_draft(scenario: HybridScenario) -> HybridScenario:
-    """The same with a draft model."""
-    return replace(
-        scenario, kind=replace(scenario.kind, verified=4, draft=FULL_ONLY), make_scheduler=DraftingScheduler
-    )
+def with_draft(scenario: HybridScenario, **more: Any) -> HybridScenario:
+    """The same with a draft model. more: of its kind."""
+    kind = replace(scenario.kind, verified=4, draft=FULL_ONLY, **more)
+    return replace(scenario, kind=kind, make_scheduler=DraftingScheduler)

@@ -28,6 +28,7 @@ from sglang.srt.mem_cache.memory_pool import (
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.runtime_context import get_exec, get_schedule, get_server_args, get_spec
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_ext.patches.adapter.hbm import Drafts, pool_planes
 
@@ -53,7 +54,9 @@ class HybridKind:
         latents: layers with full attention keep MLA latents.
         verified: tokens that the model verifies in a decoding pass; 0 without speculation.
         draft: kinds of layers of the draft model: ``full``, ``window``, or both; none without a draft model.
+        depth: layers of each of these kinds.
         bigrams: SGLang's keys are pairs of tokens (EAGLE): a draft's row also depends on the next token.
+        method: the algorithm; empty where the other fields tell it.
     """
 
     window: int = 0
@@ -63,13 +66,15 @@ class HybridKind:
     page: int = 1
     verified: int = 0
     draft: tuple[str, ...] = ()
+    depth: int = 1
     bigrams: bool = True
+    method: str = ""
 
     @property
     def algorithm(self) -> str:
         """As SGLang names it."""
-        if not self.verified:
-            return "NONE"
+        if self.method or not self.verified:
+            return self.method or "NONE"
         return "NGRAM" if not self.draft else "EAGLE" if self.bigrams else "STANDALONE"
 
     def draft_chain(self, chain: Hashes, after: Sequence[int]) -> Hashes:
@@ -158,7 +163,7 @@ class HybridPools:
         return found
 
     def _draft(self) -> Any:
-        """The runner of a draft model with a layer of each kind that the draft has."""
+        """The runner of a draft model with layers of each kind that the draft has."""
         kind = self.kind
         common = {"page_size": kind.page, "dtype": torch.float32, "head_num": 1, "head_dim": 4}
         common |= {"device": str(self.device), "enable_memory_saver": False}
@@ -166,17 +171,20 @@ class HybridPools:
             pool: Any = SWAKVPool(
                 size=self.tokens,
                 size_swa=self.window_tokens,
-                swa_attention_layer_ids=[1],
-                full_attention_layer_ids=[0] if "full" in kind.draft else [],
+                swa_attention_layer_ids=list(range(kind.depth, 2 * kind.depth)),
+                full_attention_layer_ids=list(range(kind.depth)) if "full" in kind.draft else [],
                 **common,
             )
             pool.register_mapping(self.allocator.full_to_swa_index_mapping)
         elif kind.states:
             pool = HybridLinearKVPool(
-                size=self.tokens, full_attention_layer_ids=[0], mamba_pool=self.requests.mamba_pool, **common
+                size=self.tokens,
+                full_attention_layer_ids=list(range(kind.depth)),
+                mamba_pool=self.requests.mamba_pool,
+                **common,
             )
         else:
-            pool = MHATokenToKVPool(size=self.tokens, layer_num=1, **common)
+            pool = MHATokenToKVPool(size=self.tokens, layer_num=kind.depth, **common)
         return runner_of(pool, self)
 
     def _draft_planes(self) -> dict[ComponentType, Planes]:
@@ -285,7 +293,7 @@ class HybridPools:
             token_to_kv_pool_allocator=self.allocator,
             page_size=kind.page,
             sliding_window_size=kind.window or None,
-            is_eagle=bool(kind.draft) and kind.bigrams,
+            is_eagle=getattr(SpeculativeAlgorithm, kind.algorithm).is_eagle(),
             enable_mamba_extra_buffer=bool(kind.grid),
             tree_components=tuple(components),
             tree_core_backend=self.tree_core,

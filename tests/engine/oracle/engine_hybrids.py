@@ -250,10 +250,10 @@ class HybridScheduler(SimulatedScheduler):
     def _target_ended(self, work: list[Computed]) -> None:
         """The model has computed a batch."""
 
-    def _compare(self, work: Computed, part: ComponentType, local: int) -> None:
+    def _compare(self, work: Computed, part: ComponentType, local: int, whose: str = "prefix") -> None:
         """Compare the rows of a request that a layer reads."""
         oracle, start, slots = self.pools.oracles[part], work.start, self._slots(work, part)
-        what = f"prefix of {work.req.rid} in forward"
+        what = f"{whose} of {work.req.rid} in forward"
         first = {FULL: 0, SWA: max(0, start - self.pools.kind.window), MAMBA: max(0, start - 1)}[part]
         oracle.compare(slots[first:start], work.chain[first:start], local, what)
         if part is MAMBA and not start and any(rows.any() for rows in oracle.rows(slots[:1], local)):

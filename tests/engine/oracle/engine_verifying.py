@@ -19,10 +19,25 @@ from engine_pools import PoolKind, with_next
 from engine_scheduler import Computed, SimulatedScheduler, token_at
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.runtime_context import get_schedule, get_spec
+from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 VERIFIED = 4
 """Tokens that the model verifies in a decoding pass."""
+
+
+def relay(batch: ScheduleBatch, algorithm: SpeculativeAlgorithm) -> None:
+    """After a pass: what DFLASH and DSPARK keep with the batch for the next one."""
+    if algorithm.is_dflash_family():
+        nothing = torch.zeros(len(batch.reqs), 1)
+        ids = nothing.long()
+        batch.spec_info = DFlashDraftInputV2(nothing, ids, ids[:, 0], batch.seq_lens, nothing)
+
+
+def resolve(batch: ScheduleBatch, algorithm: SpeculativeAlgorithm) -> None:
+    """Before a decoding pass: with DFLASH and DSPARK, the lengths that the pass before has published."""
+    if algorithm.is_dflash_family():
+        batch.seq_lens_cpu = batch.seq_lens.clone()
 
 
 class VerifyingScheduler(SimulatedScheduler):
@@ -37,11 +52,16 @@ class VerifyingScheduler(SimulatedScheduler):
 
     def _forward(self, batch: ScheduleBatch) -> list[Any]:
         if not batch.forward_mode.is_decode():
-            return [[token] for token in super()._forward(batch)]
+            tokens = [[token] for token in super()._forward(batch)]
+            relay(batch, self.algorithm)
+            return tokens
+        resolve(batch, self.algorithm)
         starts = batch.seq_lens_cpu.tolist()
         accepted = torch.tensor([self._random.randint(1, VERIFIED) for _ in starts])
         work = [self._work(*each) for each in zip(batch.reqs, starts, accepted.tolist(), strict=True)]
         oracle = self.pools.oracle
+        for each in work:
+            self._propose(each)
         for layer in range(oracle.layers):
             self.pools.read(layer)
             for each in work:
@@ -51,7 +71,17 @@ class VerifyingScheduler(SimulatedScheduler):
             oracle.spoil(each.row[len(each.chain) :])
         batch.seq_lens = batch.seq_lens + accepted
         batch.seq_lens_cpu = batch.seq_lens_cpu + accepted
+        relay(batch, self.algorithm)
         return [[_text(each.req, at) for at in range(each.start + 1, len(each.chain) + 1)] for each in work]
+
+    def _propose(self, work: Computed) -> None:
+        """The draft model proposes tokens, and stores rows for them that do not last. FROZEN_KV_MTP stores
+        none, and reads those of the model's last layer."""
+        self.pools.oracle.spoil(work.row[work.start :])
+        if self.algorithm.is_frozen_kv_mtp():
+            read, last = slice(work.start), self.pools.kind.layers - 1
+            what = f"draft of {work.req.rid} in forward"
+            self.pools.oracle.compare(work.row[read], work.chain[read], last, what)
 
     def _work(self, req: Req, start: int, count: int) -> Computed:
         """Of the verified tokens of a request, those that are accepted; ``row`` has all."""

@@ -1,5 +1,5 @@
-"""Draft models beside models with experts or pictures: every row that the draft reads, from HBM, DRAM, disk
-and from another server.
+"""Draft models of each algorithm, and beside models with experts or pictures: every row that the draft reads,
+from HBM, DRAM, disk and from another server.
 
 SGLang makes the pools itself, from the configurations of a model and of its draft. Experts have no KV, and a
 picture's KV is that of its tokens: the pools are those of a dense model, with heads (GQA) or latents (MLA).
@@ -67,6 +67,40 @@ KINDS = {
         "mha", 1, LAYERS, draft_layers=1, model=of_qwen(LAYERS), draft=EAGLE3, algorithm="EAGLE3"
     ),
 }
+_BESIDE_QWEN = ("qwen3", "Qwen3ForCausalLM", _HEADS | {"num_hidden_layers": LAYERS})
+QWEN = Checkpoint(*_BESIDE_QWEN)
+"""Qwen3-8B."""
+
+
+def beside_qwen(algorithm: str, draft: Checkpoint | None, layers: int) -> ConfiguredKind:
+    return ConfiguredKind("mha", 1, LAYERS, draft_layers=layers, model=QWEN, draft=draft, algorithm=algorithm)
+
+
+def of_five_layers(architecture: str) -> Checkpoint:
+    """A draft that proposes a block of tokens at once, of the hidden states of some layers of Qwen3-8B."""
+    return Checkpoint("qwen3", architecture, _HEADS | {"num_hidden_layers": 5})
+
+
+KINDS |= {
+    "EAGLE3": beside_qwen("EAGLE3", EAGLE3, 1),
+    "EAGLE3, latents": ConfiguredKind(
+        "mla",
+        16,
+        LAYERS,
+        draft_layers=1,
+        model=of_deepseek(LAYERS),
+        draft=Checkpoint(
+            "deepseek_v3",
+            "Eagle3DeepseekV2ForCausalLM",
+            {"num_nextn_predict_layers": 0, "num_hidden_layers": 1},
+        ),
+        algorithm="EAGLE3",
+    ),
+    "DFLASH": beside_qwen("DFLASH", of_five_layers("DFlashDraftModel"), 5),
+    "DSPARK": beside_qwen("DSPARK", of_five_layers("Qwen3DSparkModel"), 5),
+    "FROZEN_KV_MTP": beside_qwen("FROZEN_KV_MTP", None, 0),
+}
+DRAFTS = pytest.mark.parametrize("family", KINDS)
 FAMILIES = pytest.mark.parametrize("family", ["gqa-moe", "mla-moe", "vision"])
 SHAPES: dict[str, tuple[Callable[[int], Checkpoint], int, list[tuple[int, ...]]]] = {
     "gqa-moe": (of_glm, 92, [(8, 128), (8, 128)]),
@@ -134,7 +168,7 @@ def test_the_pools_are_those_of_the_family_without_experts_or_pictures(family: s
 # -- rows -------------------------------------------------------------------------------------------
 
 
-@FAMILIES
+@DRAFTS
 def test_every_row_of_a_draft_from_hbm_dram_disk_and_a_peer_is_right(
     make_server: MakeServer, family: str
 ) -> None:
@@ -172,7 +206,7 @@ def test_every_row_of_a_draft_is_right_in_traffic(family: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])
 @pytest.mark.parametrize("seed", range(3))
-@FAMILIES
+@DRAFTS
 def test_every_row_of_a_draft_is_right_in_traffic_for_long(family: str, seed: int, overlap: bool) -> None:
     busy = scenario(family, dram_blocks=16, memory=20, threaded=True, prefetch=0.2, stream=seed == 1)
     busy = dataclasses.replace(busy, settings=dataclasses.replace(busy.settings, overlap=overlap))
@@ -218,7 +252,7 @@ def damage_hbm(rank: Rank) -> None:
 
 
 @pytest.mark.parametrize("where", ["HBM", "DRAM", "disk", "peer"])
-@FAMILIES
+@pytest.mark.parametrize("family", [name for name, kind in KINDS.items() if kind.draft_layers])
 def test_one_damaged_row_of_a_draft_is_seen(make_server: MakeServer, family: str, where: str) -> None:
     disk_class: Callable[[BlockTier], BlockTier] = DamagesDrafts if where == "disk" else lambda disk: disk
     owner, tokens = server_of(make_server, family, disk_class=disk_class), prompt_of(family)
