@@ -57,17 +57,14 @@ class Tier:
     ) -> None:
         self.name = name
         self.level = level
+        self.bit = 1 << level
+        """Stands for it in a set of tiers."""
         self.title = title
         self.in_memory = in_memory
         self.load_latency_s = load_latency_s
         self.load_bytes_per_s = load_bytes_per_s
         self.opens = opens
         self.follows = follows
-
-    @property
-    def bit(self) -> int:
-        """Stands for it in a set of tiers."""
-        return 1 << self.level
 
     @property
     def usage_key(self) -> str:

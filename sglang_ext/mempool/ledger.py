@@ -234,13 +234,19 @@ class Ledger:
             return 0
         tier = self.tiers[level]
         tier.give_back(tier.join([each.address for each in gone]))
-        if not all(each.node.placements for each in gone):
+        blocks, whole = 0, True
+        for each in gone:
+            blocks += each.blocks
+            whole = whole and bool(each.node.placements)
+        if not whole:
             self.calls[Call.DELETE] += 1
         for each in gone:
-            if not any(holder.tier.in_memory for holder in each.node.placements):
+            for holder in each.node.placements:
+                if holder.tier.in_memory:
+                    break
+            else:
                 for holder in list(each.node.placements):
                     self.tree.remove(each.node, holder)
-        blocks = sum(each.blocks for each in gone)
         self.evicted[level] += blocks
         return blocks
 
@@ -289,7 +295,7 @@ class Ledger:
 
     def yielding(self, level: Tier) -> int:
         """Blocks of a tier that the engine may take back, at once or when the copies to them have ended."""
-        return self._yielding[level]
+        return self._yielding.get(level, 0)
 
     def surrender(self, level: Tier) -> int:
         """Give memory back to the engine: all reservations that give way and have no copy under way. Returns

@@ -7,7 +7,6 @@ comes up, so a node's key may grow over time but never shrink.
 from __future__ import annotations
 
 import heapq
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -77,7 +76,7 @@ class EvictionQueue:
     def __init__(self, holder: Holder, policy: EvictionPolicy) -> None:
         self._holder = holder
         self.policy = policy
-        self._sequence = itertools.count()
+        self._sequence = 0
         self._heap: list[tuple[SortKey, int, Node]] = []
 
     def __len__(self) -> int:
@@ -97,7 +96,8 @@ class EvictionQueue:
         if self._holder in node.queued:
             return
         node.queued.add(self._holder)
-        heapq.heappush(self._heap, (self.policy(node), next(self._sequence), node))
+        self._sequence += 1
+        heapq.heappush(self._heap, (self.policy(node), self._sequence, node))
         if len(self._heap) > 2 * held + SLACK:
             self._sweep()
 
@@ -109,7 +109,8 @@ class EvictionQueue:
             if node.can_go(self._holder):
                 now = self.policy(node)
                 if now != key:
-                    heapq.heapreplace(heap, (now, next(self._sequence), node))
+                    self._sequence += 1
+                    heapq.heapreplace(heap, (now, self._sequence, node))
                     continue
                 heapq.heappop(heap)
                 node.queued.discard(self._holder)

@@ -25,6 +25,27 @@ def take(node: Node, holder: Holder) -> int:
     return newly
 
 
+def move(node: Node, onward: Node, holder: Holder) -> int | None:
+    """Count one lock of ``node`` as one of ``onward``, which continues it, from now on: one lock more of
+    each node between them. Returns the holder's blocks that were not locked before; None, and changes
+    nothing, where ``onward`` does not continue ``node``.
+    """
+    between: list[Node] = []
+    current: Node | None = onward
+    while current is not node:
+        if current is None:
+            return None
+        between.append(current)
+        current = current.parent
+    newly = 0
+    for current in between:
+        count = current.locks.get(holder, 0)
+        current.locks[holder] = count + 1
+        if count == 0 and holder in current.placements:
+            newly += current.blocks
+    return newly
+
+
 def release(node: Node, holder: Holder) -> tuple[int, Node | None]:
     """Count one lock less from ``node`` up.
 
@@ -37,21 +58,20 @@ def release(node: Node, holder: Holder) -> tuple[int, Node | None]:
     """
     freed = 0
     last: Node | None = None
-    continued = False
+    below: Node | None = None
     current = node
     while (parent := current.parent) is not None:
         count = current.locks.get(holder, 0)
         if count < 1:
             raise ValueError(f"{current!r} is not locked for {holder!r}")
-        held = holder in current.placements
         if count > 1:
             current.locks[holder] = count - 1
         else:
             del current.locks[holder]
-            if held:
+            if holder in current.placements:
                 freed += current.blocks
-                if not continued:
+                if below is None or holder not in below.placements:
                     last = current
-        continued = held
+        below = current
         current = parent
     return freed, last

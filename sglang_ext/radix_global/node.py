@@ -71,7 +71,8 @@ class Node:
         """Whether ``holder`` may give up its copy, which is not locked and has no continuation there."""
         if holder not in self.placements or self.locks.get(holder):
             return False
-        return not any(holder in child.placements for child in self.children.values())
+        children = self.children  # most nodes that come up have none
+        return not children or not any(holder in child.placements for child in children.values())
 
     def __repr__(self) -> str:
         held = ", ".join(f"{holder!r}" for holder in self.placements)

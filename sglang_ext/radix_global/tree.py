@@ -376,6 +376,23 @@ class RadixTree:
                 usage.queue.offer(last, usage.nodes)
         return freed
 
+    def move_lock(self, node: Node, onward: Node, holder: Holder) -> None:
+        """Lock ``onward`` and unlock ``node``. Where ``node`` is before it, as it mostly is, only the nodes
+        between them are touched.
+
+        Raises:
+            ValueError: one of them is no longer in the tree, or ``node`` is not locked.
+        """
+        if not onward.placements or not node.locks.get(holder):
+            newly = None
+        else:
+            newly = locks.move(node, onward, holder)
+        if newly is None:
+            self.lock(onward, holder)
+            self.unlock(node, holder)
+        elif newly:
+            self._usage[holder].locked += newly
+
     # -- counters -------------------------------------------------------------------------------
 
     def blocks_of(self, holder: Holder) -> int:
@@ -387,6 +404,11 @@ class RadixTree:
         """Blocks of ``holder`` that are locked."""
         usage = self._usage.get(holder)
         return 0 if usage is None else usage.locked
+
+    def unlocked_blocks_of(self, holder: Holder) -> int:
+        """Blocks of ``holder`` that are not locked."""
+        usage = self._usage.get(holder)
+        return 0 if usage is None else usage.blocks - usage.locked
 
     def known_holders(self) -> list[Holder]:
         """Every holder that has at least one block."""

@@ -157,7 +157,7 @@ class Engine:
         """The changes since the last call."""
         events, named = self.log.take(), self.named
         if not named:
-            return list(events)
+            return events
         self.named = []
         return [*events, *named]
 

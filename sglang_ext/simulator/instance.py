@@ -93,10 +93,11 @@ class Job:
     """The disk was looked at for it."""
     home: str = ""
     """The prefill instance that has computed its prompt, at a decode instance."""
+    tokens: int = field(init=False)
+    """Of the prompt."""
 
-    @property
-    def tokens(self) -> int:
-        return len(self.key) // TOKEN_BYTES
+    def __post_init__(self) -> None:
+        self.tokens = len(self.key) // TOKEN_BYTES
 
     @property
     def text(self) -> bytes:
@@ -196,6 +197,8 @@ class Instance:
         """A heap: the step at which an answer ends, a number, and its request."""
         self._contexts = 0
         """Tokens of all running requests, less the steps since the start of each."""
+        self._pace_s: float | None = None
+        """`_step_s`, until the running requests or the step change."""
         self._results: list[tuple[Job, asyncio.Future[None]]] = []
         """That leave when the next pass or step has run (``Decode.late``)."""
         self._leaving: deque[list[tuple[Job, asyncio.Future[None]]]] = deque()
@@ -427,6 +430,7 @@ class Instance:
             entry = (self._step + job.output - job.made, next(self._numbers), job)
             heapq.heappush(self._running, entry)
             self._contexts += job.length - job.seen
+            self._pace_s = None
 
     def _see(self, job: Job) -> None:
         """Take note of the steps that a running request has had."""
@@ -525,16 +529,20 @@ class Instance:
 
     def _step_s(self) -> float:
         """A step of the running requests, until the next one ends."""
-        running = len(self._running)
-        steps = min(self._running[0][0] - self._step, STRETCH)
-        return self._model.decode_s(running, self._contexts + running * (self._step + (steps - 1) / 2))
+        if self._pace_s is None:
+            running = len(self._running)
+            steps = min(self._running[0][0] - self._step, STRETCH)
+            tokens = self._contexts + running * (self._step + (steps - 1) / 2)
+            self._pace_s = self._model.decode_s(running, tokens)
+        return self._pace_s
 
     def _begin_steps(self) -> None:
         """Generate until an answer ends or fills HBM."""
-        fitting = self._usable_slots // len(self._running) if self._grows else math.inf
+        tier = self.engine.hbm_tier
+        fitting = tier.usable // len(self._running) if self._grows else math.inf
         if fitting < 1:
             self._retract()
-            fitting = max(1, self._usable_slots // len(self._running)) if self._running else 0
+            fitting = max(1, tier.usable // len(self._running)) if self._running else 0
         if self._running:
             steps = min(fitting, self._running[0][0] - self._step, STRETCH)
             self._turn_by(self._since + max(1, steps) * self._step_s())
@@ -553,7 +561,7 @@ class Instance:
             steps = int((now - self._since) / step_s + 1e-6)
             steps = min(steps, self._running[0][0] - self._step)
             if steps and self._grows:
-                steps = min(steps, self._usable_slots // len(self._running))
+                steps = min(steps, self.engine.hbm_tier.usable // len(self._running))
                 if not steps:
                     self._retract()
                     continue
@@ -564,6 +572,7 @@ class Instance:
                 self._full = False
                 job = heapq.heappop(self._running)[2]
                 self._contexts -= job.length - job.seen
+                self._pace_s = None
                 self._end(job)
 
     def _take_steps(self, steps: int, step_s: float) -> None:
@@ -571,17 +580,12 @@ class Instance:
         if self._grows and self.engine.hbm_tier.allocate(tokens) is None:
             raise InternalError(f"HBM has no room for {tokens} tokens of answers")
         self._step += steps
+        self._pace_s = None
         self._since += steps * step_s
         self._ratio.decay(steps)
         self.work.steps += steps
         self.work.generated_tokens += tokens
         self.work.generating_s += steps * step_s
-
-    @property
-    def _usable_slots(self) -> int:
-        """Slots that are free, or whose blocks may be evicted."""
-        tier = self.engine.hbm_tier
-        return tier.free + tier.evictable
 
     def _retract(self) -> None:
         """Send requests back to the queue until the others' next tokens have room (``retract_decode``): those
@@ -589,21 +593,22 @@ class Instance:
         their prompts."""
         for _, _, job in self._running:
             self._see(job)
+        tier = self.engine.hbm_tier
         kept = sorted(self._running, key=lambda entry: (entry[2].made, -entry[2].tokens, -entry[1]))
         gone: list[Job] = []
-        while len(kept) > 1 and (not gone or self._usable_slots < len(kept)):
+        while len(kept) > 1 and (not gone or tier.usable < len(kept)):
             job = kept.pop(0)[2]
             gone.append(job)
             self._release(job)
             job.node, job.computed, job.protected, job.looked = None, 0, 0, False
-            tier = self.engine.hbm_tier
             tier.evict(max(0, RETRACT_STEPS * len(kept) - tier.free))
-        if self._usable_slots < len(kept):
+        if tier.usable < len(kept):
             self._end(kept.pop()[2])
         self._ratio.retracted([(job.made, job.output) for _, _, job in kept])
         self._running = kept
         heapq.heapify(self._running)
         self._contexts = sum(job.length - job.seen for _, _, job in kept)
+        self._pace_s = None
         self._full = False
         self.work.retracted += len(gone)
         for job in gone:
@@ -799,8 +804,7 @@ class Instance:
         job.owned -= whole - job.protected
         job.protected = whole
         assert job.node is not None
-        engine.tree.lock(result.node, engine.hbm)
-        engine.tree.unlock(job.node, engine.hbm)
+        engine.tree.move_lock(job.node, result.node, engine.hbm)
         job.node = result.node
 
     def _end(self, job: Job) -> None:

@@ -133,9 +133,7 @@ class Occupancy(Protocol):
     """The part of `HbmTier` that a budget reads."""
 
     @property
-    def free(self) -> int: ...
-    @property
-    def evictable(self) -> int: ...
+    def usable(self) -> int: ...
 
 
 class PassBudget:
@@ -154,7 +152,7 @@ class PassBudget:
         """Of the requests that were admitted: their prompts, and with their answers."""
 
     def _left(self, taken: float) -> float:
-        return self._tier.free + self._tier.evictable - taken
+        return self._tier.usable - taken
 
     @property
     def has_room(self) -> bool:

@@ -140,9 +140,11 @@ def belady(names: array.array[int], ends: array.array[int], capacity: int) -> tu
             last[names[place]] = request
     oracle = infinite = 0
     seen: set[int] = set()
-    held: dict[int, int] = {}
-    heap: list[tuple[int, int, int]] = []
-    """(Next use, place in the prompt, name), negative: the block that is used again last comes first."""
+    held: dict[int, tuple[int, int, int]] = {}
+    """Name -> (next use, place in the prompt, name), the first two negative: the block that is used again
+    last comes first."""
+    heap: list[tuple[int, int, int]] | None = None
+    """Of those in ``held``, and former ones; None until the cache has been full."""
     for request in range(never // 2):
         first, prompt_end, end = (
             ends[2 * request - 1] if request else 0,
@@ -159,10 +161,14 @@ def belady(names: array.array[int], ends: array.array[int], capacity: int) -> tu
             if use == never:
                 held.pop(name, None)
                 continue
-            held[name] = use
-            heapq.heappush(heap, (-use, first - place, name))
-        while len(held) > capacity:
-            use, _, name = heapq.heappop(heap)
-            if held.get(name) == -use:
-                del held[name]
+            held[name] = entry = (-use, first - place, name)
+            if heap is not None:
+                heapq.heappush(heap, entry)
+        if len(held) > capacity and heap is None:
+            heap = list(held.values())
+            heapq.heapify(heap)
+        while heap is not None and len(held) > capacity:
+            entry = heapq.heappop(heap)
+            if held.get(entry[2]) is entry:
+                del held[entry[2]]
     return oracle, infinite

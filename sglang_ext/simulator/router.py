@@ -57,8 +57,8 @@ MAX_RETRIES = 5
 """Of a request whose instance went away, as `--max-retries` has it."""
 INDEX_BYTES, NAME_BYTES, LEAST_INDEX_BYTES = 2048, 256, 1 << 28
 """Memory of the index for each block of HBM and DRAM of the fleet, for each one on disk, and at least. More
-than blocks take, so that the index forgets nothing for lack of memory; the history of evictions takes a
-sixteenth of it."""
+than blocks take, so that the index forgets nothing for lack of memory. It keeps no history of evictions,
+which only ``/explain`` reads."""
 SENT = Sent(b"{}", "/generate", GENERATE)
 REQUEST = Request("POST", "/generate", "/generate")
 MOST_WAITING = 1 << 20
@@ -97,7 +97,10 @@ class SimulatedRouter:
         self.metrics = metrics = RouterMetrics()
         each = INDEX_BYTES * (settings.hbm + settings.dram) + NAME_BYTES * settings.disk
         self.index = Index(
-            clock, block_size=BLOCK_TOKENS, max_bytes=max(LEAST_INDEX_BYTES, each * settings.instances)
+            clock,
+            block_size=BLOCK_TOKENS,
+            max_bytes=max(LEAST_INDEX_BYTES, each * settings.instances),
+            history=False,
         )
         self.fleet = Fleet(
             view=self.index.holdings_of, changed=self.index.take_changed, pairs=True, now=clock.monotonic

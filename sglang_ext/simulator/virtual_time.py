@@ -77,8 +77,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         *args: *Ts,
         context: Context | None = None,
     ) -> Call:
-        call = Call(when, callback, args, context)
         self._timed += 1
+        call = Call(when, callback, args, context)
         heappush(self._timers, (when, self._timed, call))
         return call
 
@@ -89,7 +89,12 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         *args: *Ts,
         context: Context | None = None,
     ) -> Call:
-        return self.call_at(self._now + delay, callback, *args, context=context)
+        # As ``call_at``, which most calls of a simulation go through by way of here.
+        when = self._now + delay
+        self._timed += 1
+        call = Call(when, callback, args, context)
+        heappush(self._timers, (when, self._timed, call))
+        return call
 
     def call_soon_threadsafe(
         self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None

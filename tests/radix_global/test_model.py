@@ -247,6 +247,29 @@ class TreeMachine(RuleBasedStateMachine):
         self.done()
 
     @precondition(lambda self: self.oracle.locks)
+    @rule(pick=picks, down=st.integers(1, 3))
+    def move_lock_onward(self, pick: int, down: int) -> None:
+        lock = self.oracle.locks[pick % len(self.oracle.locks)]
+        node = lock.node
+        for _ in range(down):
+            children = list(node.children.values())
+            node = children[pick % len(children)] if children else node
+        if node is not lock.node:
+            self.tree.move_lock(lock.node, node, lock.holder)
+            self.oracle.move(lock, node)
+        self.done()
+
+    @precondition(lambda self: self.oracle.locks)
+    @rule(pick=picks, prompt=prompts)
+    def move_lock_anywhere(self, pick: int, prompt: Draw) -> None:
+        lock, tokens = self.oracle.locks[pick % len(self.oracle.locks)], self.tokens(prompt)
+        match = self.tree.match(lock.namespace, encode_tokens(tokens))
+        self.oracle.match(lock.namespace, tokens, match)
+        self.tree.move_lock(lock.node, match.node, lock.holder)
+        self.oracle.move(lock, match.node)
+        self.done()
+
+    @precondition(lambda self: self.oracle.locks)
     @rule(pick=picks)
     def unlock(self, pick: int) -> None:
         self.release(pick)

@@ -278,6 +278,11 @@ class Oracle:
         held = self._has(lock.namespace, lock.holder).keys()
         assert freed == len((lock.covered - after.keys()) & held)
 
+    def move(self, lock: Lock, node: Node) -> None:
+        """The lock is at another node now."""
+        lock.node = node
+        lock.covered = set(self.prefixes(full_key(node)))
+
     # -- the whole tree -------------------------------------------------------------------------
 
     def compare(self, tree: RadixTree, holders: Iterable[Holder]) -> None:

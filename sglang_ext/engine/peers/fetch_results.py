@@ -89,6 +89,8 @@ class FetchResults:
 
     def take(self) -> list[FetchResult]:
         """Return the results since the last call, in order."""
+        if not self._waiting:
+            return []
         results = list(self._waiting)
         self._waiting.clear()
         return results

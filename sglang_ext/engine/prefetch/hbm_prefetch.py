@@ -181,6 +181,8 @@ class Prefetcher(Planner):
 
     def take_ended(self) -> list[PrefetchResult]:
         """Prefetches that have ended since the last call, at most the newest ``MOST_WAITING``."""
+        if not self._ended:
+            return []
         ended = list(self._ended)
         self._ended.clear()
         return ended
@@ -264,7 +266,8 @@ class Prefetcher(Planner):
 
     @property
     def alarm(self) -> float:
-        return min(self.retention.next_expiry, self.prompts.next_due)
+        expiry, due = self.retention.next_expiry, self.prompts.next_due
+        return expiry if expiry < due else due
 
     @property
     def moves_alarm(self) -> bool:

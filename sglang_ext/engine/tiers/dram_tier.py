@@ -152,11 +152,15 @@ class DramTier:
         spare: Container[Node] | None = None,
     ) -> int:
         """Evict blocks. ``spare``: nodes that stay; None for the announced ones."""
+        if blocks <= 0:
+            return 0
         if spare is None:
             spare = self.retention
         return self.delete(self._tree.evict(self._dram, blocks, only=only, spare=spare))
 
     def _give_up(self, blocks: int, may_go: Callable[[Node], bool], below: float = math.inf) -> int:
+        if blocks <= 0:
+            return 0
         return self.delete(self.retention.give_up(self._dram, blocks, may_go, below=below))
 
     def delete(self, gone: Sequence[Evicted]) -> int:

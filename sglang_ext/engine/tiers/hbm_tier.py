@@ -76,9 +76,13 @@ class HbmTier:
     @property
     def evictable(self) -> int:
         """Cache-owned slots that may be evicted now: ``total`` without ``protected``."""
-        tree, hbm = self._tree, self._hbm
-        blocks = tree.blocks_of(hbm) - tree.locked_blocks_of(hbm) + self._ledger.yielding(Tier.HBM)
-        return blocks * tree.block_size
+        blocks = self._tree.unlocked_blocks_of(self._hbm) + self._ledger.yielding(Tier.HBM)
+        return blocks * self._tree.block_size
+
+    @property
+    def usable(self) -> int:
+        """Slots that are free, or may be evicted now."""
+        return int(self._allocator.available_size()) + self.evictable
 
     @property
     def free(self) -> int:
@@ -131,6 +135,8 @@ class HbmTier:
 
     def _evict(self, blocks: int, only: Callable[[Node], bool] | None) -> int:
         """Evict blocks that were not announced."""
+        if blocks <= 0:
+            return 0
         gone = self._tree.evict(self._hbm, blocks, only=only, spare=self.retention or ())
         return self._ledger.delete(Tier.HBM, gone)
 
@@ -147,14 +153,14 @@ class HbmTier:
 
     def _give_up(self, blocks: int, may_go: Callable[[Node], bool], below: float = math.inf) -> int:
         """Evict announced blocks."""
-        if self.retention is None:
+        if self.retention is None or blocks <= 0:
             return 0
         gone = self.retention.give_up(self._hbm, blocks, may_go, below=below, deferred_first=True)
         return self._ledger.delete(Tier.HBM, gone)
 
     def _give_up_layers(self, blocks: int, above: int = -1) -> int:
         """Take back blocks that are lent."""
-        return sum(lent.give_up(blocks, above=above) for lent in self.lent)
+        return sum(lent.give_up(blocks, above=above) for lent in self.lent) if self.lent else 0
 
     def thin_out(self, blocks: int, priority: int) -> None:
         """Free slots for ``blocks`` blocks, for the lowest layers of several sessions, by evicting whole

@@ -160,11 +160,21 @@ class AgreedSpeeds:
     def __init__(self, cost: PrefillCost, load: Callable[[], float | None], ranks: Ranks) -> None:
         self._cost = cost
         self._load = load
+        self._known: tuple[float | None, tuple[float, float] | None] = (None, None)
+        self._measured = (0, *self._whole(None))
+        """Of `_known`: almost all passes find the same speeds as the one before."""
         self._agreed = ranks.measure("speeds", self._measure)
 
     def _measure(self) -> Sequence[int]:
-        a, b = self._cost.coefficients() or (NOT_YET, NOT_YET)
-        return int(self._load() or 0), round(a * self._UNITS), round(b * self._UNITS)
+        load, cost = self._load(), self._cost.coefficients()
+        if self._known != (load, cost):
+            self._known = load, cost
+            self._measured = (int(load or 0), *self._whole(cost))
+        return self._measured
+
+    def _whole(self, cost: tuple[float, float] | None) -> tuple[int, int]:
+        a, b = cost or (NOT_YET, NOT_YET)
+        return round(a * self._UNITS), round(b * self._UNITS)
 
     @property
     def bytes_per_second(self) -> float | None:

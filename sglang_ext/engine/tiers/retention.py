@@ -244,6 +244,8 @@ class Retention:
     def deferred_since(self) -> float:
         """When the first of the deferred sessions that have blocks to give was announced, in the tree's time;
         infinite without any."""
+        if not self._hints:
+            return math.inf
         return min((hint.since for hint in self._deferred()), default=math.inf)
 
     def _deferred(self) -> Iterator[_Hint]:

@@ -85,6 +85,8 @@ class WriteDown(Planner):
         while node.parent is not None and self._dram not in node.placements:
             missing.append(node)
             node = node.parent
+        if not missing:
+            return False
         slots: list[Any] = []
         places: list[BlockIds] = []
         # The copy's parent must not be evicted to make room for it.

@@ -269,14 +269,14 @@ class Replica:
     # -- events ---------------------------------------------------------------------------------
 
     def _one(self, event: PlacementEvent) -> None:
-        if isinstance(event, Stored):
-            self._stored(event)
-        elif isinstance(event, Moved):
+        if isinstance(event, Moved):  # the most frequent
             run = self._run(event.run)
             gone = run.tiers & ~_at_least_one(event.tiers)
             run.tiers = event.tiers
             if gone and self._left is not None:
                 self._left(run.node, run.blocks, gone, run.tiers)
+        elif isinstance(event, Stored):
+            self._stored(event)
         elif isinstance(event, Removed):
             self._removed(self._run(event.run))
         elif isinstance(event, Split):

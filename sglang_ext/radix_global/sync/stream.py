@@ -20,6 +20,7 @@ from sglang_ext.protocol.agent import (
     FROM_AGENT,
     Events,
     Hello,
+    Moved,
     NamesRemoved,
     NamesStored,
     Naming,
@@ -139,7 +140,7 @@ class EventStream:
             self._past.append((self.next, len(batch), data))
             self._past_bytes += len(data)
             self.next += len(batch)
-            sends.extend((reader, data) for reader in self._readers)
+            sends += [(reader, data) for reader in self._readers]
         while self._past_bytes > self._remember_bytes:
             self._past_bytes -= len(self._past.popleft()[2])
         return sends
@@ -189,6 +190,13 @@ class EventStream:
 def _batches(events: Sequence[PlacementEvent]) -> Iterator[Sequence[PlacementEvent]]:
     """Cut events into batches of one message each."""
     start, size = 0, 0
+    if 0 < len(events) < BATCH_EVENTS:
+        for event in events:
+            size += 16 if type(event) is Moved else _bytes_of(event)
+        if size < BATCH_BYTES:  # as almost always
+            yield events
+            return
+        size = 0
     for index, event in enumerate(events):
         size += _bytes_of(event)
         if size >= BATCH_BYTES or index + 1 - start >= BATCH_EVENTS:

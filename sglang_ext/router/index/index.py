@@ -65,6 +65,7 @@ GIVE_UP_BLOCKS: Final = 256
 WAIT_S: Final = 15.0
 MODES: Final = ("auto", "exact", "approximate")
 _TRUE: Final = (State.LIVE, State.FILLING)
+_HBM: Final = Tier.HBM.bit
 
 
 @dataclass(eq=False, slots=True)
@@ -145,6 +146,7 @@ class Index(PromptTrees):
         mode: ``auto``; ``exact``: instances without an agent count as empty; ``approximate``: reports of
             agents are ignored.
         wait_s: how long an instance without any report is awaited.
+        history: remember which blocks left which tiers, for `history`.
     """
 
     def __init__(
@@ -156,6 +158,7 @@ class Index(PromptTrees):
         max_bytes: int = 1 << 28,
         mode: str = "auto",
         wait_s: float = WAIT_S,
+        history: bool = True,
     ) -> None:
         super().__init__(clock, block_size=block_size, ttl_s=ttl_s, max_bytes=max_bytes)
         self.mode = mode
@@ -169,7 +172,8 @@ class Index(PromptTrees):
         self._awaited: dict[str, float] = {}
         """Instance whose initial snapshot has not arrived -> end of the wait for it; ``monotonic``."""
         self._numbers = itertools.count()
-        self._past = History(max_bytes // HISTORY_SHARE, self._tree.block_bytes)
+        self._past = History(max_bytes // HISTORY_SHARE if history else 0, self._tree.block_bytes)
+        self._remembers = history
         self.given_up_blocks = 0
         """Held blocks that the index dropped for lack of memory, since the start."""
 
@@ -211,7 +215,13 @@ class Index(PromptTrees):
         def left(node: Node, blocks: int, left: int, kept: int) -> None:
             self._past.left(name, self._clock.wall(), node, blocks, left, kept)
 
-        replica = kind(place.tree, name, serial=self._numbers, abandon=place.abandon, left=left)
+        replica = kind(
+            place.tree,
+            name,
+            serial=self._numbers,
+            abandon=place.abandon,
+            left=left if self._remembers else None,
+        )
         self._known[name] = known = _Known(replica, role)
         place.note(known)
         if isinstance(replica, StockReplica):
@@ -293,7 +303,7 @@ class Index(PromptTrees):
         known = self._known.get(name)
         if known is None or not isinstance(known.replica, Replica):
             return Outcome.IGNORED
-        if isinstance(message, Events):
+        if self._remembers and isinstance(message, Events):
             for event in message.events:
                 if isinstance(event, NamesRemoved):
                     self._past.left_names(name, self._clock.wall(), event.level, names_in(event.names))
@@ -422,7 +432,7 @@ class Index(PromptTrees):
         first = nodes[0].placements if nodes else {}
         if named := [holder for holder in place.name_tellers if holder not in first]:
             groups.append((-1, named))
-        live, hbm, complete = place.live, Tier.HBM.bit, State.LIVE
+        live, hbm, complete = place.live, _HBM, State.LIVE
         nothing: dict[Tier, int] = {}
         for end, holders in groups:
             blocks, node = path[end] if end >= 0 else (0, tree.root)
@@ -633,7 +643,7 @@ def _match_plain(
         The other holders.
     """
     others: list[Holder] = []
-    hbm, ended = Tier.HBM.bit, matches[1]
+    hbm, ended = _HBM, matches[1]
     placements = node.placements
     piece: Piece | None
     if len(holders) == len(placements) and not further:
@@ -674,12 +684,12 @@ def _in_memory(path: Sequence[tuple[int, Node]], holder: Holder, below: dict[Tie
     """Blocks that a holder of a whole path has in memory. Adds to ``below`` the number of blocks by nearest
     tier below HBM. A tier with a block has all blocks before it, so sets of tiers only lose members along the
     path. An unknown tier, from a newer peer, ends the count."""
-    held = 0
+    held, hbm = 0, _HBM
     beyond: dict[int, int] = {}
     """Set of tiers without HBM -> end of the prefix in these tiers, in blocks."""
     for blocks, node in path:
         bits = node.placements[holder].run.tiers
-        if bits & Tier.HBM.bit:
+        if bits & hbm:
             held = blocks
         else:
             beyond[bits] = blocks

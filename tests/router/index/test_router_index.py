@@ -239,6 +239,19 @@ def test_history_says_what_left_which_tier_and_when(index: Index, clock: FakeClo
     assert index.history(("tokens", None, None, "s"), key(1)) == []
 
 
+def test_an_index_without_history_remembers_nothing_and_matches_alike(clock: FakeClock) -> None:
+    found = []
+    for history in (True, False):
+        index = Index(clock, block_size=BLOCK, history=history)
+        reporter = Reporter(index, "a")
+        reporter.insert(key(1, 2, 3))
+        reporter.evict(1)
+        found.append((index.match(NS, key(1, 2, 3)), len(index.history(NS, key(1, 2, 3)))))
+    (matches, departures), without = found
+    assert departures == 1
+    assert without == (matches, 0)
+
+
 def test_the_history_is_bounded_and_forgets_the_oldest(clock: FakeClock) -> None:
     index = Index(clock, block_size=BLOCK, max_bytes=400_000)
     reporter = Reporter(index, "a")
