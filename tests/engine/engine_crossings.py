@@ -30,7 +30,7 @@ if __name__ == "__main__":
 from engine_drafts import with_draft
 from engine_hybrid_store import Sizes, StoreBelow
 from engine_hybrids import HybridKind, HybridRank, HybridScenario, drive
-from engine_page_pools import COMPRESSED, GROUPED, LOW_RATIO
+from engine_page_pools import COMPRESSED, GROUPED, LOW_RATIO, QSA
 from engine_pools import PoolKind, Pools, chain_of, publish_server_args
 from engine_scheduler import Settings, SimulatedScheduler
 from engine_simulation import Rank, Scenario, run
@@ -217,7 +217,7 @@ def _others(rnd: random.Random) -> dict[str, float]:
 
 
 def _pages(rnd: random.Random) -> HybridScenario:
-    scenario = rnd.choice((COMPRESSED, LOW_RATIO, GROUPED))
+    scenario = rnd.choice((COMPRESSED, LOW_RATIO, GROUPED, QSA))
     settings = replace(scenario.settings, overlap=rnd.random() < 0.4)
     return replace(scenario, settings=settings, **_others(rnd))
 

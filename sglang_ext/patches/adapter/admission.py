@@ -34,7 +34,8 @@ _STREAMING = (
 )
 _OTHER_TRANSFER = "Use another transfer backend"
 _POOLS = frozenset({"MHATokenToKVPool", "MLATokenToKVPool", "DSATokenToKVPool"})
-HYBRID_POOLS = frozenset({"DeepSeekV4TokenToKVPool", "HybridLinearKVPool", "SWAKVPool"})
+QSA_POOL = "QSATokenToKVPool"
+HYBRID_POOLS = frozenset({"DeepSeekV4TokenToKVPool", "HybridLinearKVPool", QSA_POOL, "SWAKVPool"})
 _SMALLEST_PAGE = 16
 """Tokens of a page below which blocks of a page cost more than their bytes."""
 # NGRAM drafts from the text, and FROZEN_KV_MTP reads the model's KV.
@@ -336,6 +337,7 @@ def _differs_on_decode(facts: Facts) -> bool:
         facts.has_unlike_windows
         or facts.is_deepseek_v4
         or facts.index_group > 1
+        or facts.is_qsa
         or facts.speculative_algorithm is not None
     )
 
@@ -513,8 +515,6 @@ def _unsupported_model(facts: Facts, chosen: str, way_out: str) -> str | None:
         # Before the kinds that these are made of.
         (hybrids and facts.is_deepseek_v4, "the compressed KV and sliding windows of DeepSeek V4"),
         (facts.is_minimax_sparse, "sparse attention with an index cache (MSA)"),
-        # QSATokenToKVPool keeps compressed index keys, and rings of pending ones for each request.
-        (facts.is_qsa, "sparse attention with compressed index keys (QSA)"),
         # The keys of an unfinished group are in memory of the request, which no tier keeps. With states, a
         # prompt is resumed after whole pages, and those after whole groups.
         (

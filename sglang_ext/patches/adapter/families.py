@@ -333,10 +333,9 @@ TABLE: Mapping[str, Family] = MappingProxyType(
         ),
         "msa": Family("GQA and an index (MSA)", "MiniMax-M3", refusal="(MSA)", way_out=_STOCK),
         "qsa": Family(
-            "States, and GQA with compressed index keys (QSA)",
+            "States, and GQA with an index with a key for several tokens (QSA)",
             "Qwen3.8-Flash-Next",
-            refusal="(QSA)",
-            way_out=_STOCK,
+            _BELOW_STOCK | _pages("qsa"),
         ),
     }
 )

@@ -16,7 +16,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from sglang_ext.config import KvConfig
 from sglang_ext.errors import ConfigError
-from sglang_ext.patches.adapter.admission import WHOLE_WINDOWS, Facts, admission
+from sglang_ext.patches.adapter.admission import WHOLE_WINDOWS, Facts, admission, with_model
 from sglang_ext.patches.adapter.support import require_admitted
 
 CACHE = Facts()
@@ -138,28 +138,38 @@ def test_the_flag_that_admits_sliding_windows_is_named_and_admits_them(
         ("DeepseekV4ForCausalLM", {}, "DeepSeek V4"),
         ("MiniMaxM3SparseForConditionalGeneration", {}, "MSA"),
         ("Glm5NextForConditionalGeneration", {}, "index keys (DSA) for groups of 4 tokens"),
-        ("Qwen4ExpForCausalLM", {"indexer_n_heads": 4}, "QSA"),
-        (
-            "Qwen4ExpForConditionalGeneration",
-            {"text_config": PretrainedConfig(indexer_n_heads=4, num_attention_heads=8)},
-            "QSA",
-        ),
     ],
 )
 def test_kinds_of_sparse_attention_are_known_by_their_configuration(
     architecture: str, more: dict[str, Any], word: str
 ) -> None:
-    """Their configurations cannot be built from defaults; SGLang decides by these fields."""
-    config = SimpleNamespace(
-        hf_config=PretrainedConfig(architectures=[architecture], index_topk=2048, index_kpool=4, **more),
+    reason = admission(configured(architecture, index_topk=2048, index_kpool=4, **more), OLDER)
+    assert reason is not None
+    assert word in reason
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"indexer_n_heads": 4},
+        {"text_config": PretrainedConfig(indexer_n_heads=4, num_attention_heads=8)},
+    ],
+    ids=["text", "with pictures"],
+)
+def test_compressed_index_keys_are_known_by_their_configuration(more: dict[str, Any]) -> None:
+    assert with_model(configured("Qwen4ExpForConditionalGeneration", **more), OLDER).is_qsa
+    assert not with_model(configured("Qwen3_5ForConditionalGeneration"), OLDER).is_qsa
+
+
+def configured(architecture: str, **more: Any) -> Any:
+    """A model by the fields by which SGLang decides: such configurations cannot be built from defaults."""
+    return SimpleNamespace(
+        hf_config=PretrainedConfig(architectures=[architecture], **more),
         is_hybrid_swa=False,
         is_multimodal=False,
         is_draft_model=False,
         linear_attn_registry_result=None,
     )
-    reason = admission(config, OLDER)  # type: ignore[arg-type]
-    assert reason is not None
-    assert word in reason
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,10 @@ KEPT: dict[str, tuple[dict[str, Any], dict[str, bool]]] = {
     "state": ({"is_hybrid_ssm": True}, {"experts": True}),
     "dsv4": ({"is_deepseek_v4": True, "is_hybrid_swa": True}, {"experts": True}),
     "msa": ({"is_minimax_sparse": True, "is_multimodal": True}, {"experts": True}),
-    "qsa": ({"is_qsa": True, "is_hybrid_ssm": True, "is_multimodal": True}, {"experts": True}),
+    "qsa": (
+        {"is_qsa": True, "is_hybrid_ssm": True, "is_multimodal": True, "kv_pool": "QSATokenToKVPool"},
+        {"experts": True},
+    ),
 }
 """The facts of a model of each family, and what else tells the family."""
 ASKED: dict[Column, dict[str, Any]] = {

@@ -70,7 +70,6 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ),
     ({"is_hybrid_swa": True, "dram": True, "page_size": 1}, ("at least 16 tokens", "Add --page-size 64")),
     ({"is_minimax_sparse": True}, ("MSA", "Start without")),
-    ({"is_qsa": True, "is_hybrid_ssm": True}, ("QSA", "Start without")),
     ({"is_bidirectional": True}, ("bidirectional attention", "--disable-radix-cache")),
     (
         {"is_deepseek_v4": True, "is_hybrid_swa": True, "follows_hybrids": False},
@@ -174,6 +173,10 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
                 "Use --kv-pd-caching 1, or basic",
             ),
             (
+                {"is_hybrid_ssm": True, "is_qsa": True, "decode_keeps": True},
+                "Use --kv-pd-caching 1, or basic",
+            ),
+            (
                 {"is_deepseek_v4": True, "is_hybrid_swa": True, "enable_encoder_swa_bounded_replay": True},
                 "--enable-encoder-swa-bounded-replay does not serve models with sliding windows. Leave",
             ),
@@ -261,6 +264,7 @@ def test_it_is_refused_by_name_with_the_way_out(facts: dict[str, Any], words: tu
         },
         {"is_hybrid_ssm": True, "caches": False, "transfers": True, "speculative_algorithm": "NEXTN"},
         {"is_hybrid_ssm": True, "is_dsa": True, "index_group": 4, "caches": False, "transfers": True},
+        {"is_hybrid_ssm": True, "is_qsa": True, "kv_pool": "QSATokenToKVPool", "dram": True, "page_size": 64},
         {"is_deepseek_v4": True, "is_hybrid_swa": True, "caches": False, "transfers": True},
         {"disaggregation_mode": "prefill"},
         {"disaggregation_mode": "decode", "disaggregation_decode_enable_radix_cache": True},

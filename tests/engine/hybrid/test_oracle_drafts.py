@@ -27,7 +27,7 @@ from engine_drafts import (
 from engine_hybrid_pools import FULL, runner_of
 from engine_hybrid_store import Sizes, StoreBelow
 from engine_hybrids import HybridRank, HybridScenario, drive
-from engine_page_pools import COMPRESSED, GROUPED, LOW_RATIO, PAGE, whole
+from engine_page_pools import COMPRESSED, GROUPED, LOW_RATIO, PAGE, QSA, whole
 from engine_pools import Hashes, WrongKvError
 from engine_scheduler import Computed
 from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -78,6 +78,7 @@ def test_every_row_is_right_for_long(scenario: HybridScenario, seed: int) -> Non
         pytest.param(COMPRESSED, 2, {}, id="compressed"),
         pytest.param(LOW_RATIO, 2, {}, id="low-ratio"),
         pytest.param(GROUPED, 4, {}, id="grouped"),
+        pytest.param(QSA, 4, {}, id="qsa"),
         pytest.param(COMPRESSED, 2, {"bigrams": False, "method": "DSPARK"}, id="compressed, DSPARK"),
     ],
 )
@@ -93,7 +94,7 @@ def test_every_row_of_a_draft_with_pages_is_right(
 
 LONG_PROMPT = [at % 5 for at in range(4 * PAGE + 1)]
 FOUND = [(each, PROMPT) for each in (WINDOW, PAGED_WINDOW, STATES, GRID, DFLASH, FROZEN)]
-FOUND += [(with_draft(whole(pages)), LONG_PROMPT) for pages in (COMPRESSED, LOW_RATIO, GROUPED)]
+FOUND += [(with_draft(whole(pages)), LONG_PROMPT) for pages in (COMPRESSED, LOW_RATIO, GROUPED, QSA)]
 
 
 @pytest.mark.parametrize("on_disk", [False, True], ids=["in DRAM", "on disk"])
@@ -149,9 +150,9 @@ def test_damage_of_a_draft_in_dram_is_seen(twin: tuple[HybridScenario, str, str]
             rank.serve([*PROMPT, 1, 2, 3])
 
 
-@pytest.mark.parametrize("pages", [COMPRESSED, LOW_RATIO, GROUPED], ids=str)
+@pytest.mark.parametrize("pages", [COMPRESSED, LOW_RATIO, GROUPED, QSA], ids=str)
 def test_one_bit_of_a_draft_with_pages_is_seen(pages: HybridScenario) -> None:
-    component = "full" if pages is GROUPED else "window"
+    component = "full" if pages in (GROUPED, QSA) else "window"
     with stored(with_draft(whole(pages)), full=120, other=60) as rank:
         leave_hbm(rank, LONG_PROMPT)
         damage(rank, component, flip_a_late_bit)

@@ -14,7 +14,7 @@ import pytest
 from engine_hybrid_store import Sizes, StoreBelow
 from engine_hybrids import SCENARIOS, HybridRank, HybridScenario
 from engine_movers import until
-from engine_page_pools import COMPRESSED, GROUPED, LOW_RATIO, PAGE, whole
+from engine_page_pools import COMPRESSED, GROUPED, LOW_RATIO, PAGE, QSA, whole
 from engine_pools import WrongKvError
 from engine_simulation import Traffic
 from exchange_rig import Exchange
@@ -65,6 +65,7 @@ PROMPTS = [
     pytest.param(whole(COMPRESSED), PAGES, id="compressed"),
     pytest.param(whole(LOW_RATIO), PAGES, id="low-ratio"),
     pytest.param(whole(GROUPED), PAGES, id="grouped"),
+    pytest.param(whole(QSA), PAGES, id="qsa"),
 ]
 """A scenario of each kind of model, with a prompt."""
 
@@ -139,7 +140,7 @@ def test_every_row_is_right_when_prompts_move(pair: Pair, scenario: HybridScenar
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("scenario", [*SCENARIOS, COMPRESSED, GROUPED], ids=str)
+@pytest.mark.parametrize("scenario", [*SCENARIOS, COMPRESSED, GROUPED, QSA], ids=str)
 def test_every_row_is_right_when_prompts_move_for_long(
     pair: Pair, scenario: HybridScenario, seed: int
 ) -> None:

@@ -13,7 +13,7 @@ import pytest
 from engine_drafts import GRID
 from engine_hybrids import HybridRank, HybridScenario, drive
 from engine_movers import until
-from engine_page_pools import COMPRESSED, GROUPED, PAGE
+from engine_page_pools import COMPRESSED, GROUPED, PAGE, QSA
 from engine_pools import WrongKvError
 from test_oracle_fetches import PROMPTS
 from test_oracle_store import (
@@ -81,6 +81,7 @@ HINTED = {
     "a draft, states on a grid": replace(GRID, prefetch=0.3),
     "compressed": replace(COMPRESSED, prefetch=0.3),
     "grouped": replace(GROUPED, prefetch=0.3),
+    "qsa": replace(QSA, prefetch=0.3),
 }
 
 

@@ -18,7 +18,7 @@ import pytest
 from engine_hybrid_pools import MAMBA, SWA
 from engine_hybrid_store import Sizes
 from engine_hybrids import OVERLAP, SCENARIOS, HybridScenario
-from engine_page_pools import COMPRESSED, GROUPED, LOW_RATIO, PAGE, whole
+from engine_page_pools import COMPRESSED, GROUPED, LOW_RATIO, PAGE, QSA, whole
 from engine_pools import MODEL, WrongKvError, extend_chain
 from engine_scheduler import token_at
 from engine_simulation import Traffic
@@ -151,9 +151,10 @@ PROMPTS = {
     "compressed": (whole(COMPRESSED), ALMOST_PAGES),
     "low-ratio": (whole(LOW_RATIO), ALMOST_PAGES),
     "grouped": (whole(GROUPED), ALMOST_PAGES),
+    "qsa": (whole(QSA), ALMOST_PAGES),
 }
 """A scenario of each kind of model, with a prompt."""
-SHORT = ("window, page 16", "window and states", "compressed", "grouped")
+SHORT = ("window, page 16", "window and states", "compressed", "grouped", "qsa")
 """Those of the short form."""
 MODELS = pytest.mark.parametrize(
     ("scenario", "prompt"),
@@ -340,7 +341,7 @@ def test_every_row_is_right_when_requests_move(pair: Pair, scenario: HybridScena
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("scenario", [*SCENARIOS, COMPRESSED, GROUPED], ids=str)
+@pytest.mark.parametrize("scenario", [*SCENARIOS, COMPRESSED, GROUPED, QSA], ids=str)
 def test_every_row_is_right_when_requests_move_for_long(
     pair: Pair, scenario: HybridScenario, seed: int
 ) -> None:

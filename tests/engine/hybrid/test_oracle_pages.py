@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from engine_hybrids import HybridRank, HybridScenario, drive
-from engine_page_pools import COMPRESSED, GROUPED, LOW_RATIO, PAGE, REPLAYED, whole
+from engine_page_pools import COMPRESSED, GROUPED, LOW_RATIO, PAGE, QSA, REPLAYED, whole
 from engine_pools import WrongKvError
 from test_oracle_store import damage, leave_hbm, store_of, stored
 
@@ -17,8 +17,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("sglang_config")]
 
 EACH = pytest.mark.parametrize(
     "scenario",
-    [COMPRESSED, LOW_RATIO, REPLAYED, GROUPED],
-    ids=["compressed", "low-ratio", "replayed", "grouped"],
+    [COMPRESSED, LOW_RATIO, REPLAYED, GROUPED, QSA],
+    ids=["compressed", "low-ratio", "replayed", "grouped", "qsa"],
 )
 PROMPT = [at % 5 for at in range(4 * PAGE)]
 MORE = [1, 2, 3]
@@ -80,6 +80,8 @@ PLANES = (
     (REPLAYED, "full", 4),
     (GROUPED, "full", 4),
     (GROUPED, "state", 6),
+    (QSA, "full", 6),
+    (QSA, "state", 8),
 )
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from engine_hybrid_store import Sizes, StoreBelow
 from engine_hybrids import SCENARIOS, HybridRank, HybridScenario
-from engine_page_pools import COMPRESSED, GROUPED, PAGE
+from engine_page_pools import COMPRESSED, GROUPED, PAGE, QSA
 from engine_ranks import RANKS, DriftedApart, Together
 from engine_simulation import Traffic
 from sglang.srt.managers.schedule_batch import Req
@@ -28,7 +28,7 @@ from sglang_ext.patches.adapter.hybrid.cache import HybridRadixCache
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("sglang_config")]
 
-BY_NAME = {str(scenario): scenario for scenario in (*SCENARIOS, COMPRESSED, GROUPED)}
+BY_NAME = {str(scenario): scenario for scenario in (*SCENARIOS, COMPRESSED, GROUPED, QSA)}
 SHORT = ("window, page 16", "states", "window and states on a grid, page 16, overlap")
 MUCH, LITTLE = Sizes(full=600, other=400, disk=4000), Sizes(full=200, other=60, disk=4000, seed=2)
 FAILING = Sizes(full=600, other=400, disk=2000, faults=0.15, threaded=True)
@@ -162,7 +162,7 @@ def test_ranks_keep_equal_trees_above_unlike_tiers(name: str, unlike: str) -> No
     assert ranks[0].scheduler.reused == ranks[1].scheduler.reused > 0
 
 
-@pytest.mark.parametrize("name", [str(COMPRESSED), str(GROUPED)])
+@pytest.mark.parametrize("name", [str(COMPRESSED), str(GROUPED), str(QSA)])
 def test_ranks_keep_equal_trees_above_unlike_tiers_of_large_pages(name: str) -> None:
     scenario = BY_NAME[name]
     ranks = on_two(scenario, tiers(scenario, "a failing disk"), traffic(seed=1, steps=50))

@@ -113,6 +113,8 @@ class HybridPools:
 
     device = torch.device("cpu")
     model_layers: Mapping[ComponentType, Sequence[int]] = MODEL_LAYERS
+    side_states: Mapping[str, Any] = {}
+    """Arguments of SGLang for what layers without a recurrent state keep by the slots of states."""
 
     def __init__(
         self,
@@ -225,6 +227,7 @@ class HybridPools:
             speculative_num_draft_tokens=kind.verified or None,
             enable_mamba_extra_buffer=bool(kind.grid),
             enable_overlap_schedule=overlap,
+            **self.side_states,
         )
 
     def _kvcache(self) -> Any:

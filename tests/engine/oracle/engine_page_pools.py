@@ -1,4 +1,5 @@
-"""Pools whose tensors have a row for each page: DeepSeek V4, and index keys for several tokens with states.
+"""Pools whose tensors have a row for each page: DeepSeek V4, and index keys for several tokens with states,
+beside latents or beside K and V.
 
 As in `engine_hybrid_pools` the pools and allocators are SGLang's. Pages have 256 tokens, and the oracle has
 each token write its share of each row of its page.
@@ -210,6 +211,70 @@ class GroupedPools(HybridPools):
             self.kvcache.get_index_k_with_scale_buffer(layer)
 
 
+class QsaPools(HybridPools):
+    """K and V with an index key for 4 tokens each, and states, beside which a layer keeps the window of a
+    short convolution and the model the last tokens. The draft model has a layer with such keys."""
+
+    most = MOST
+    side_states: Mapping[str, Any] = {
+        "short_conv_layer_ids": FULL_LAYERS[:1],
+        "short_conv_state_shape": (4, 2),
+        "ngram_context_len": 2,
+        "ngram_eos_token_id": 0,
+    }
+
+    def _kvcache(self) -> Any:
+        return self._with_index(FULL_LAYERS)
+
+    def _with_index(self, layers: Sequence[int]) -> Any:
+        from sglang.srt.mem_cache.qsa_kv_pool import QSATokenToKVPool
+
+        return QSATokenToKVPool(
+            size=self.tokens,
+            dtype=torch.bfloat16,
+            page_size=PAGE,
+            head_num=2,
+            head_dim=4,
+            full_attention_layer_ids=list(layers),
+            device="cpu",
+            mamba_pool=self.requests.mamba_pool,
+            qsa_index_kv_heads=1,
+            qsa_index_head_dim=128,
+            qsa_compress_ratio=4,
+            qsa_token_topk=2048,
+            num_request_slots=self.requests.req_to_token.shape[0],
+        )
+
+    def _planes(self) -> dict[ComponentType, Planes]:
+        pool = self.requests
+        first, *rest = state_planes(pool.mamba_pool.mamba_cache)
+        beside = [*pool.short_conv_pool.conv_state, pool.ngram_pool.context.unsqueeze(1)]
+        return {FULL: self._full(self.kvcache), MAMBA: [[*beside, *first], *rest]}
+
+    def _full(self, of: Any) -> Planes:
+        keys = [
+            PagePlane(_together(keys.view(len(keys), -1).view(torch.uint8), PAGE // 4), PAGE, self.most)
+            for keys in of.qsa_compressed_k_buffer_pool
+        ]
+        kv = zip(of.full_kv_pool.k_buffer, of.full_kv_pool.v_buffer, keys, strict=True)
+        return [list(layer) for layer in kv]
+
+    def _draft(self) -> Any:
+        return runner_of(self._with_index([0]), self)
+
+    def _draft_planes(self) -> dict[ComponentType, Planes]:
+        return {FULL: self._full(self.drafts.pools[0])}
+
+    def read(self, layer: int) -> None:
+        if layer == STATE_LAYERS[0]:
+            self.requests.get_ngram_context(torch.zeros(1, dtype=torch.int64))
+        super().read(layer)
+        if layer in FULL_LAYERS:
+            self.kvcache.get_qsa_compressed_k_buffer(layer)
+        if layer == FULL_LAYERS[0]:
+            self.requests.short_conv_layer_cache(layer)
+
+
 _SETTINGS = Settings(chunk=2 * PAGE, max_prefill=8 * PAGE, new_token_ratio=0.05)
 COMPRESSED = HybridScenario(
     "compressed",
@@ -231,6 +296,13 @@ GROUPED = HybridScenario(
     settings=_SETTINGS,
     make_pools=GroupedPools,
     stretch=8,
+)
+
+QSA = replace(
+    GROUPED,
+    name="index keys of groups beside KV, states",
+    kind=replace(GROUPED.kind, latents=False),
+    make_pools=QsaPools,
 )
 
 

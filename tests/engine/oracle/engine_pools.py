@@ -429,5 +429,5 @@ def node_chains(root: Any, namespace: Hashable) -> list[tuple[Any, list[int]]]:
 
 
 def _salts(layer: int, plane: int, words: int) -> Rows:
-    start = 1 + (layer * 4 + plane) * 64
+    start = 1 + (layer * 8 + plane) * 64
     return np.arange(start, start + words, dtype=np.uint64) * np.uint64(0xD1B54A32D192ED03)

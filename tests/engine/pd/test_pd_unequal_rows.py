@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from engine_hybrid_pools import HybridKind, process_settings
+from engine_page_pools import QsaPools
 from pd_rig import METADATA, Rows, transfer_thread
 from sglang.srt.configs.mamba_utils import (
     KimiLinearCacheParams,
@@ -37,7 +38,7 @@ from sglang_ext.engine.pd.messages import PROTOCOL
 from sglang_ext.engine.pd.peers import Local, require_fit
 from sglang_ext.engine.transfer_thread import HBM_POOL
 from sglang_ext.patches.adapter.hbm import Drafts
-from sglang_ext.patches.adapter.hybrid.handed_over import handed_over_pools
+from sglang_ext.patches.adapter.hybrid.handed_over import REQUEST, handed_over_pools
 from sglang_ext.patches.adapter.hybrid.pools import STATE, WINDOW, ComponentPool
 from sglang_ext.patches.adapter.hybrid.sharing import convolution_of, of_states
 from sglang_ext.testing.waiting import wait_until
@@ -58,6 +59,8 @@ class Model:
         params: of its states, by the number of ranks; None without states.
         parts: channels of the parts of its convolution in all ranks.
         listed: whether SGLang lists these parts.
+        indexed: whether K and V have an index key for 4 tokens each, and other layers keep something beside
+            the states (Qwen3.8-Flash-Next). Each rank has all of both.
     """
 
     window: int = 0
@@ -66,6 +69,7 @@ class Model:
     params: Callable[[int], Any] | None = None
     parts: tuple[int, ...] = ()
     listed: bool = True
+    indexed: bool = False
 
 
 def gdn(ranks: int, groups: Sequence[int] | None = (8, 8, 16)) -> Any:
@@ -106,6 +110,7 @@ MODELS = {
     "kda": Model(params=kda, parts=(16, 16, 16), latents=True),
     "mamba2": Model(params=partial(gdn, groups=None), parts=(16, 8, 8), listed=False),
     "short-convolution": Model(params=short_convolution, parts=(32,), listed=False),
+    "indexed-gdn": Model(page=16, params=gdn, parts=(8, 8, 16), indexed=True),
     "window-gdn": Model(window=32, page=16, params=gdn, parts=(8, 8, 16)),
 }
 
@@ -128,6 +133,7 @@ class OneRank:
                 mamba_layer_ids=STATE_LAYERS,
                 enable_mamba_extra_buffer=False,
                 enable_overlap_schedule=False,
+                **(QsaPools.side_states if model.indexed else {}),
             )
         common: dict[str, Any] = {"page_size": model.page, "dtype": torch.bfloat16, "device": "cpu"}
         common |= {"head_num": HEADS // ranks, "head_dim": HEAD_DIM}
@@ -139,6 +145,8 @@ class OneRank:
                 full_attention_layer_ids=LAYERS,
                 **common,
             )
+        elif model.indexed:
+            self.kvcache = self._indexed(**common)
         else:
             latents = {"use_mla": True, "kv_lora_rank": 8, "qk_rope_head_dim": 4} if model.latents else {}
             mamba_pool = self.requests.mamba_pool
@@ -159,6 +167,21 @@ class OneRank:
             lambda mamba_pool: of_states(mamba_pool, convolution, ranks),
         )
 
+    def _indexed(self, **common: Any) -> Any:
+        from sglang.srt.mem_cache.qsa_kv_pool import QSATokenToKVPool
+
+        return QSATokenToKVPool(
+            size=SLOTS,
+            full_attention_layer_ids=LAYERS,
+            mamba_pool=self.requests.mamba_pool,
+            qsa_index_kv_heads=1,
+            qsa_index_head_dim=16,
+            qsa_compress_ratio=4,
+            qsa_token_topk=2048,
+            num_request_slots=8,
+            **common,
+        )
+
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor of slots, with how ranks share it: `head`, `conv`, or not (`whole`)."""
         kind = "whole" if self.model.latents else "head"
@@ -166,6 +189,15 @@ class OneRank:
         for pool in pools:
             for plane in (*pool.k_buffer, *pool.v_buffer) if kind == "head" else pool.kv_buffer:
                 yield kind, plane
+        if self.model.indexed:
+            for plane in (
+                *self.kvcache.qsa_compressed_k_buffer_pool,
+                *self.kvcache.qsa_key_state_buffer_pool,
+                self.kvcache.qsa_rope_position_buffer,
+                *self.requests.short_conv_pool.conv_state,
+                self.requests.ngram_pool.context,
+            ):
+                yield "whole", plane
         if self.model.params is not None:
             cache = self.requests.mamba_pool.mamba_cache
             for layer in range(len(STATE_LAYERS)):
@@ -177,7 +209,7 @@ class OneRank:
     def filled(self, seed: int) -> OneRank:
         rng = torch.Generator().manual_seed(seed)
         for _, tensor in self.tensors():
-            tensor.copy_(torch.randn(tensor.shape, generator=rng))
+            tensor.copy_(1000 * torch.randn(tensor.shape, generator=rng))
         return self
 
     def is_part_of(self, whole: OneRank) -> OneRank:
@@ -213,6 +245,8 @@ class OneRank:
             beside.append(PoolRows(WINDOW, rng.permutation(np.arange(1, WINDOW_SLOTS // 16))[:3]))
         if self.model.params is not None:
             beside.append(PoolRows(STATE.name, np.array([1 + seed % STATES])))
+        if self.model.indexed:
+            beside.append(PoolRows(REQUEST, np.array([seed])))
         return pages, tuple(beside)
 
     def bytes_of(self, seed: int) -> dict[str, list[torch.Tensor]]:

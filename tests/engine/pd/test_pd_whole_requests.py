@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,11 +20,15 @@ import torch
 from engine_drafts import DRAFTED, GRID, PAGED_WINDOW, STATES, with_draft
 from engine_hybrid_pools import FULL, MAMBA, SWA, HybridPools, Ids, process_settings
 from engine_hybrids import HybridScenario
-from engine_page_pools import COMPRESSED, GROUPED, LOW_RATIO, whole
+from engine_page_pools import COMPRESSED, GROUPED, LOW_RATIO, QSA, whole
 from engine_pools import WrongKvError, chain_of
 from pd_rig import hand_over, pair
 from sglang.srt.disaggregation.base.conn import KVArgs
-from sglang.srt.disaggregation.utils import get_dsa_tail_state_indices, setup_state_kv_args
+from sglang.srt.disaggregation.utils import (
+    get_dsa_tail_state_indices,
+    get_qsa_pending_state_indices,
+    setup_state_kv_args,
+)
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
 from sglang_ext.engine.pd.landing import PoolRows, Wanted
@@ -51,6 +56,8 @@ SCENARIOS = {
     "low-ratio-draft": with_draft(LOW_RATIO),
     "grouped": GROUPED,
     "grouped-draft": with_draft(GROUPED),
+    "qsa": QSA,
+    "qsa-draft": with_draft(QSA),
 }
 
 
@@ -146,10 +153,17 @@ class Place:
             "swa": lambda: self.window,
             "mamba": lambda: [np.array([self.request])],
             "dsa": lambda: self.pages,
+            "qsa_compressed": lambda: self.pages,
+            "qsa_pending": lambda: get_qsa_pending_state_indices(self.running),
             "dsa_tail": lambda: get_dsa_tail_state_indices(pools.kvcache, self.request, self.at.tokens),
             "c128_state": lambda: pools.kvcache.request_state_transfer_indices(self.request, self.at.tokens),
         }
         return rows_beside(self.at.kinds, [named[kind]() for kind in self.at.kinds])
+
+    @property
+    def running(self) -> Any:
+        """The request, as SGLang's functions ask for its row."""
+        return SimpleNamespace(kv=SimpleNamespace(req_pool_idx=self.request))
 
     def slots(self, part: ComponentType) -> tuple[Ids, int]:
         """The slots of a component, and the first token whose rows are there."""
@@ -232,7 +246,7 @@ def assert_equal_bytes(here: Place, there: Place) -> None:
                 assert torch.equal(mine, got), f"{name}: block {other} is not block {one}"
 
 
-@pytest.mark.parametrize("scenario", [PAGED_WINDOW, STATES, COMPRESSED, GROUPED], ids=str)
+@pytest.mark.parametrize("scenario", [PAGED_WINDOW, STATES, COMPRESSED, GROUPED, QSA], ids=str)
 def test_a_missing_draft_is_refused_at_the_join(scenario: HybridScenario) -> None:
     """A decode server without the draft, or a prefill server without it."""
     without = replace(scenario, kind=replace(scenario.kind, draft=(), verified=0))

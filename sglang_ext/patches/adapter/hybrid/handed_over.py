@@ -13,6 +13,7 @@ import torch
 
 from sglang_ext.engine.hybrid.components import FULL, AtSnapshot, Component
 from sglang_ext.engine.transfer_thread import HBM_POOL
+from sglang_ext.patches.adapter.admission import QSA_POOL
 from sglang_ext.patches.adapter.hbm import Drafts
 from sglang_ext.patches.adapter.hybrid.pools import (
     ComponentPool,
@@ -20,6 +21,7 @@ from sglang_ext.patches.adapter.hybrid.pools import (
     component_pools,
     rows_of_bytes,
 )
+from sglang_ext.patches.adapter.hybrid.sharing import of_attention
 
 REQUEST = "request"
 """Name of the pool of what SGLang keeps by request."""
@@ -45,7 +47,9 @@ def handed_over_pools(
     if planes:
         rows = min(map(len, planes))
         layers = [[plane[:rows]] for plane in planes]
-        found[REQUEST] = ComponentPool(Component(REQUEST, AtSnapshot()), layers, 1)
+        # Index keys of QSA are whole in each rank. Of other models, unlike ranks are refused.
+        sharing = of_attention(layers) if type(kvcache).__name__ == QSA_POOL else None
+        found[REQUEST] = ComponentPool(Component(REQUEST, AtSnapshot()), layers, 1, sharing=sharing)
     return found
 
 
@@ -57,6 +61,10 @@ def _unfinished_groups(pool: Any) -> list[torch.Tensor]:
         _, _, sizes = pool.get_request_state_buf_infos()
         tensors = [rows_of_bytes(each.kv_score_buffer.kv_score) for each in states]
         return [_in_rows(tensor, size) for tensor, size in zip(tensors, sizes, strict=True)]
+    if type(pool).__name__ == QSA_POOL:
+        _, _, sizes = pool.get_qsa_pending_state_buf_infos()
+        rings = (*pool.qsa_key_state_buffer_pool, pool.qsa_rope_position_buffer)
+        return [_in_rows(rows_of_bytes(ring), size) for ring, size in zip(rings, sizes, strict=True)]
     keys = getattr(pool, "full_kv_pool", pool)
     if not getattr(keys, "kpool_use_compress", False):
         return []

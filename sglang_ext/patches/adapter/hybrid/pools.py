@@ -23,9 +23,9 @@ from sglang_ext.disagg.transfer.pools import MemoryRange, PoolSpec
 from sglang_ext.engine.hybrid.components import FULL, AtSnapshot, Component, LastWindow
 from sglang_ext.errors import ConfigError
 from sglang_ext.geometry import ELEMENT_DIM, HEAD_DIM, TOKEN_DIM, BlockLayout, PlaneKind, Shard
-from sglang_ext.patches.adapter.admission import FLAG
+from sglang_ext.patches.adapter.admission import FLAG, QSA_POOL
 from sglang_ext.patches.adapter.hbm import Drafts, pool_planes
-from sglang_ext.patches.adapter.hybrid.sharing import Part, Sharing, of_attention
+from sglang_ext.patches.adapter.hybrid.sharing import Part, Sharing, of_attention, side_states
 
 STATE = Component("state", AtSnapshot())
 WINDOW = "window"
@@ -175,7 +175,6 @@ def component_pools(
         ConfigError: a pool is of a kind whose rows do not hold everything that SGLang reads.
     """
     from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
-    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
     pool, page = params.token_to_kv_pool_allocator.get_kvcache(), params.page_size
@@ -189,8 +188,8 @@ def component_pools(
             _kv(FULL, _layers(pool.full_kv_pool), of_drafts.full, page),
             _kv(window, _layers(pool.swa_kv_pool), of_drafts.window, page),
         ]
-    elif type(pool) is HybridLinearKVPool:
-        found = [_kv(FULL, _layers(pool.full_kv_pool), of_drafts.full, page)]
+    elif _beside_states(pool):
+        found = [_kv(FULL, _layers_beside_states(pool), of_drafts.full, page)]
     else:
         raise _unsupported(f"KV pools of the kind {type(pool).__name__}")
     if hasattr(params.req_to_token_pool, "mamba_pool"):
@@ -200,6 +199,29 @@ def component_pools(
 
 def _layers(pool: Any) -> Layers:
     return pool_planes(pool, by_page=True)
+
+
+def _beside_states(pool: Any) -> bool:
+    """Whether this is the pool of layers with attention in a model with recurrent layers."""
+    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
+
+    # QSA's is there from SGLang 0.5.23 on.
+    return type(pool) is HybridLinearKVPool or type(pool).__name__ == QSA_POOL
+
+
+def _layers_beside_states(pool: Any) -> Layers:
+    """The planes of such a pool. QSA has an index key for each group of tokens beside K and V, and a page has
+    whole groups: a slot has an equal part of the key's bytes."""
+    layers = _layers(pool.full_kv_pool)
+    if type(pool).__name__ != QSA_POOL:
+        return layers
+    slots, group = len(layers[0][0]), pool.qsa_compress_ratio
+    for layer, keys in zip(layers, pool.qsa_compressed_k_buffer_pool, strict=True):
+        row_bytes, rest = divmod(keys[0].nbytes, group)
+        if rest:
+            raise _unsupported(f"index keys of {keys[0].nbytes} bytes for groups of {group} tokens")
+        layer.append(rows_of_bytes(keys).view(-1, row_bytes)[:slots])
+    return layers
 
 
 def _kv(component: Component, layers: Layers, of_drafts: Layers, page: int) -> ComponentPool:
@@ -228,7 +250,6 @@ class DraftLayers:
 
     def _add(self, runner: Any, params: Any, window_tokens: int | None) -> None:
         from sglang.srt.mem_cache.base_swa_memory_pool import BaseSWAKVPool
-        from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
         from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
         pool = runner.token_to_kv_pool
@@ -236,7 +257,7 @@ class DraftLayers:
         if states is not getattr(params.req_to_token_pool, "mamba_pool", None):
             raise _unsupported("draft models with states of their own")
         if not isinstance(pool, BaseSWAKVPool):
-            self.full.extend(_layers(pool.full_kv_pool if type(pool) is HybridLinearKVPool else pool))
+            self.full.extend(_layers_beside_states(pool) if _beside_states(pool) else _layers(pool))
             return
         of_window = self.window
         if pool.swa_req_ring_size is not None or pool.request_window is not None:
@@ -263,28 +284,23 @@ def _has_windows_slots(pool: Any, params: Any) -> bool:
 
 
 def _state(req_to_token_pool: Any, states: ShareStates) -> ComponentPool:
-    """The convolution windows and the recurrent states of all layers, by slot."""
-    for name, present in (
-        ("int8 checkpoints of states", req_to_token_pool.mamba_ckpt_pool is not None),
-        ("states beside those of recurrent layers", _has_side_states(req_to_token_pool)),
-    ):
-        if present:
-            raise _unsupported(name)
+    """The convolution windows and the recurrent states of all layers, by slot. Before those of the first
+    layer, what other layers keep by the same slots: windows of short convolutions, and the last tokens by
+    which n-grams are looked up (Qwen3.8-Flash-Next)."""
+    if req_to_token_pool.mamba_ckpt_pool is not None:
+        raise _unsupported("int8 checkpoints of states")
     (info,) = req_to_token_pool.mamba_pool.get_device_pool_infos()
+    beside = side_states(info)
     buffers = [each for each in (info.buffer_info.temporal, *info.buffer_info.conv) if each.numel()]
     layers = [[rows_of_bytes(buffer[layer]) for buffer in buffers] for layer in range(len(info.layer_ids))]
+    layers[0][:0] = [rows_of_bytes(buffer) for buffer in beside]
     return ComponentPool(
         STATE,
         layers,
         1,
-        facts=",".join(str(buffer.dtype) for buffer in buffers),
+        facts=",".join(str(buffer.dtype) for buffer in (*beside, *buffers)),
         sharing=states(req_to_token_pool.mamba_pool),
     )
-
-
-def _has_side_states(req_to_token_pool: Any) -> bool:
-    pools = (req_to_token_pool.short_conv_pool, req_to_token_pool.ngram_pool)
-    return any(pool.enabled for pool in pools)
 
 
 def _compressed_pools(

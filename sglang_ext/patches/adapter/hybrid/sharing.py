@@ -47,18 +47,29 @@ def of_attention(layers: Sequence[Sequence[torch.Tensor]]) -> Sharing:
     """Of planes as ``hbm.pool_planes`` returns them: K and V have heads, latents and index keys have none."""
     found: list[Part] = []
     for layer in layers:
-        has_heads = len(layer) == 2 and layer[-1].dim() == 3
+        has_heads = len(layer) > 1 and layer[1].dim() == 3
         for plane in layer:
             row = plane[0].nbytes
-            heads = plane.shape[1] if has_heads else 0
+            heads = plane.shape[1] if has_heads and plane.dim() == 3 else 0
             width = row // max(1, heads)
             found.append(Part(len(found), 0, heads, width, width))
     return tuple(found)
 
 
+def side_states(info: Any) -> Sequence[torch.Tensor]:
+    """The tensors with a row for each slot of a state, of layers without a recurrent state.
+
+    Args:
+        info: of SGLang's pool of states; its field for them is there from 0.5.23 on.
+    """
+    found: Sequence[torch.Tensor] = getattr(info.buffer_info, "extra_checkpoint_buffers", ())
+    return found
+
+
 def of_states(mamba_pool: Any, convolution: Sequence[int] | None, ranks: int) -> Sharing | None:
-    """Of the planes of a pool of states: of each layer the recurrent state and the convolutions, where the
-    model has them. None where the ranks do not share a convolution by its parts.
+    """Of the planes of a pool of states: the side states, which each rank has all of, and of each layer the
+    recurrent state and the convolutions, where the model has them. None where the ranks do not share a
+    convolution by its parts.
 
     Args:
         convolution: channels of the parts of a convolution in all ranks; None for those that SGLang lists.
@@ -67,8 +78,9 @@ def of_states(mamba_pool: Any, convolution: Sequence[int] | None, ranks: int) ->
     (info,) = mamba_pool.get_device_pool_infos()
     temporal, convolutions = info.buffer_info.temporal, info.buffer_info.conv
     listed = mamba_pool.conv_shard_groups or convolution
-    found: list[Part] = []
-    planes = 0
+    widths = [buffer[0].nbytes for buffer in side_states(info)]
+    found = [Part(plane, 0, 0, width, width) for plane, width in enumerate(widths)]
+    planes = len(found)
     for _ in info.layer_ids:
         if temporal.numel():
             row = temporal[0][0]

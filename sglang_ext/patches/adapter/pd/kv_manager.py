@@ -58,7 +58,15 @@ from sglang_ext.patches.process import PROCESS
 
 logger = logging.getLogger(__name__)
 
-_POOLS = {"swa": WINDOW, "mamba": STATE.name, "c128_state": REQUEST, "dsa_tail": REQUEST, "dsa": None}
+_POOLS = {
+    "swa": WINDOW,
+    "mamba": STATE.name,
+    "c128_state": REQUEST,
+    "dsa_tail": REQUEST,
+    "qsa_pending": REQUEST,
+    "dsa": None,
+    "qsa_compressed": None,
+}
 """The pools that endpoints have for SGLang's lists of indices, by kind; None: the pages have these rows."""
 
 
