@@ -12,6 +12,7 @@ import numpy as np
 from engine_pools import PoolKind, chain_of
 from engine_scheduler import Settings
 from engine_simulation import Rank, Scenario, finish
+from engine_verifying import VerifyingScheduler
 from pd_rig import METADATA, Rows, transfer_thread
 
 from sglang_ext.disagg.transfer.pools import MemoryRange, PoolSpec
@@ -138,7 +139,8 @@ def compare_with_model(rank: Rank, blocks: Blocks, tokens: list[int]) -> None:
     assert count * rank.scenario.block == whole
     chain = np.array(chain_of(NAMESPACE, tokens), np.uint64)[:whole]
     for layer in range(rank.pools.oracle.layers):
-        rank.pools.oracle.compare(np.concatenate(slots), chain, layer, "returned")
+        hashes = rank.pools.row_hashes(chain, layer)
+        rank.pools.oracle.compare(np.concatenate(slots), hashes, layer, "returned")
 
 
 def key_of(tokens: list[int]) -> bytes:
@@ -151,6 +153,8 @@ def pair_of(
 ) -> Iterator[Pair]:
     with ExitStack() as stack:
         sizes: dict[str, Any] = {"block": block, "hbm_tokens": hbm_tokens, "dram_blocks": 20}
+        if kind.draft_layers:
+            sizes["make_scheduler"] = VerifyingScheduler
         settings = Settings(chunk=max(Settings().chunk, 2 * block))
         ranks = [Rank(Scenario(name, kind, **sizes, settings=settings)) for name in ("p", "d")]
         for rank in ranks:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import pytest
+from engine_drafts import GRID, PAGED_WINDOW
+from engine_drafts import STATES as DRAFTED_STATES
 from engine_hybrid_store import StoreBelow, our_store
 from engine_hybrids import HybridRank, HybridScenario
 from engine_movers import until
@@ -37,7 +39,8 @@ from sglang_ext.patches.adapter.pd.role_parts import HybridRole
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("sglang_config")]
 
-SCENARIOS = [WINDOW, PAGED, STATES, BOTH]
+EAGLE = (PAGED_WINDOW, DRAFTED_STATES, GRID)
+SCENARIOS = [WINDOW, PAGED, STATES, BOTH, *(replace(each, name=f"{each}, EAGLE") for each in EAGLE)]
 ANSWER_TOKENS = 40
 
 
@@ -58,13 +61,13 @@ class Server:
         self.cache, self.store, self.below = cache, below.store, below
         (kv,) = (
             pool
-            for pool in component_pools(pools.params(), cache.sliding_window_size)
+            for pool in component_pools(pools.params(), cache.sliding_window_size, pools.drafts)
             if pool.component == FULL
         )
         self.exchange = Exchange(
             self.store,
             below._weights,
-            partial(names_of_prompt, page_size=scenario.kind.page),
+            partial(names_of_prompt, page_size=scenario.kind.page, pairs=cache.tree_core.is_eagle),
             SystemClock(),
             number=number,
             handed_over=[kv.spec(HBM_POOL, 0, 1)],
@@ -163,7 +166,8 @@ def test_prefill_goes_on_behind_the_answer(pair: Pair, damaged: bool) -> None:
         pair.decode.rank.below.check = lambda rank: None  # prefill is to notice it
     pair.until(ReturnEnd.RETURNED)
     page = pair.prefill.rank.pools.kind.page
-    kept = len(tokens) // page * page
+    pairs = pair.prefill.cache.tree_core.is_eagle
+    kept = (len(tokens) - pairs) // page * page
     sender, receiver = pair.decode.agent._return_sender, pair.prefill.agent.answers.returns
     assert sender is not None
     assert receiver is not None

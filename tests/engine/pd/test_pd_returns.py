@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from engine_pools import PoolKind, WrongKvError
+from engine_scheduler import Computed
 from engine_simulation import Rank, Scenario, finish
 from pd_returns_rig import (
     ANSWERED,
@@ -113,10 +114,13 @@ DSA = PoolKind("dsa", 64, layers=3)
 """Pages of SGLang's kernels, larger than the prompts of the other tests."""
 
 
-@pytest.mark.parametrize("kind", [DSA, PoolKind("mla", 64)], ids=str)
+EAGLE = [PoolKind(each, 64, layers=3, draft_layers=1, algorithm="EAGLE") for each in ("mha", "dsa")]
+
+
+@pytest.mark.parametrize("kind", [DSA, PoolKind("mla", 64), *EAGLE], ids=str)
 def test_every_plane_of_a_block_returns(kind: PoolKind, sglang_config: None) -> None:
-    """Latents, and the index keys of layers that have them; prefill has the first block. The twin: a byte of
-    any plane that is another one is seen."""
+    """Latents, and the index keys of layers that have them, and the rows of an EAGLE draft; prefill has the
+    first block. The twin: a byte of any plane that is another one is seen."""
     prompt = list(range(100, 170))
     answered = [*prompt, *range(300, 430)]
     with pair_of(kind, hbm_tokens=14 * kind.page, block=kind.page) as pair:
@@ -138,6 +142,45 @@ def test_every_plane_of_a_block_returns(kind: PoolKind, sglang_config: None) -> 
         pair.compare(answered)
         for rank in (pair.prefill, pair.decode):
             rank.check()
+        assert pair.prefill.serve([*answered, 1, 2], new_tokens=8).cached_tokens == 3 * kind.page
+
+
+@pytest.mark.parametrize("damaged", [False, True], ids=["sound", "one wrong byte"])
+@pytest.mark.parametrize("kind", EAGLE, ids=str)
+def test_a_draft_goes_on_behind_a_returned_answer(
+    kind: PoolKind, damaged: bool, sglang_config: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decode has drafted the answer, whose rows of the draft return; the next turn reads them."""
+    prompt = list(range(100, 170))
+    with pair_of(kind, hbm_tokens=14 * kind.page, block=kind.page) as pair:
+        pair.prefill.serve(prompt)
+        req = pair.decode.serve(prompt, new_tokens=130)
+        answered = [*prompt, *req.output_ids][:-1]
+        assert pair.decode.scheduler.drafted > 30
+        pair.return_sender.ended(pair.request(), answered)
+        pair.until("returned")
+        pair.compare(answered)
+        places = pair.return_receiver._places.blocks
+        _, slots, _ = places.held(NAMESPACE, key_of(answered))
+        plane = pair.prefill.pools.tensors[kind.layers][0]
+        row = plane.view(torch.uint8).view(len(plane), -1)[int(np.concatenate(slots)[-2])]
+        row[0] ^= int(damaged)
+        pair.prefill.look_inside = False
+        compute, seen = pair.prefill.scheduler._compute, []
+
+        def mending(work: Computed, layer: int) -> None:
+            """Note a wrong row, and set it right, so that the request ends."""
+            try:
+                compute(work, layer)
+            except WrongKvError as error:
+                seen.append(str(error))
+                row[0] ^= 1
+                compute(work, layer)
+
+        monkeypatch.setattr(pair.prefill.scheduler, "_compute", mending)
+        turn = pair.prefill.serve([*answered, 1, 2], new_tokens=8)
+        assert turn.cached_tokens == len(answered) // kind.page * kind.page
+        assert [each.split(" of ")[0] for each in seen] == ["draft"] * damaged
 
 
 def test_without_coalescing_a_return_is_read_in_more_ranges(sglang_config: None) -> None:

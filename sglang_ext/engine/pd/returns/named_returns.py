@@ -101,8 +101,8 @@ class NamedReturnReceiver(GathersReturns):
         if not self._fresh():
             self._ended(gathering, ReturnEnd.WEIGHTS)
             return
-        step = self._block_tokens * TOKEN_BYTES
-        key = first.tokens[: len(first.tokens) // step * step]
+        # Whole: with EAGLE, the name of the last page takes the token behind it.
+        key, step = first.tokens, self._block_tokens * TOKEN_BYTES
         own = parts[self._agent.config.local.rank]
         span = SpanWish(own.control, first.name, len(key) // step)
         self._going[first.name] = gathering
