@@ -6,7 +6,7 @@ import dataclasses
 import json
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,9 @@ from sglang_ext.simulator.outcome import Outcome
 from sglang_ext.simulator.report import page, print_table
 from sglang_ext.simulator.run import simulate
 from sglang_ext.simulator.settings import (
+    NOT_OF_A_CROWD,
     NOT_RECORDED,
+    OF_A_CROWD,
     OF_A_RECORDING,
     OF_THE_MIX,
     Settings,
@@ -111,10 +113,14 @@ class Arguments(Flagged):
         "The rest of the fleet and of its load, as NAME=VALUE,…: rate (requests/s of an instance; 2x of a "
         "trace), hbm and dram (blocks), disk (blocks), disk_read and disk_write (bytes/s), prefill and "
         "decode (instances), pd_caching, chunk, running, ignore_eos, network (of an instance, bytes/s), "
-        "lag_ms, fetch, for_others and spill_blocks (blocks), spill_above, hints, tenants, most_running, "
-        "failures (an hour), restart_s, layers; of a recording: observed, closed; of policies: queue_weight, "
-        "exec_weight, cache_threshold, balance_abs, balance_rel, balance_cache; for agents in a closed loop: "
-        "crowd (times what HBM holds), seconds, pause_s, pause_spread, program_share, learnt_hints.",
+        "lag_ms, fetch, for_others and spill_blocks (blocks), spill_above, hints, most_running, failures (an "
+        "hour), restart_s, layers; of a recording: observed, closed; of policies: queue_weight, exec_weight, "
+        "cache_threshold, balance_abs, balance_rel, balance_cache; of tenants, by the fields of a key file, "
+        "each a number for all or one for each (2/50): requests_per_second, burst, concurrent, "
+        "tokens_per_minute, priority; tenants, greedy (sessions of the first, in times another's), "
+        "bytes_per_minute; of the router: max_concurrent_requests, queue_size, queue_timeout_secs, "
+        "queue_policy, program_share; for agents in a closed loop: crowd (times what HBM holds), seconds, "
+        "pause_s, pause_spread, learnt_hints.",
         metavar="LIST",
     )
     what_if: tuple[str, ...] = flag(
@@ -203,6 +209,7 @@ def settings_of(given: Arguments, trace: Trace | None) -> Settings:
             requests=len(trace.sessions),
             rate=1.0,
             policy=trace.policy or settings.policy,
+            fetch=bool(trace.kinds) or not trace.instances,
             tenants=1 + max((each.tenant for each in trace.sessions), default=0),
             hbm=sizes.get("hbm", settings.hbm),
             dram=sizes.get("dram", 1 if sizes else settings.dram),
@@ -256,6 +263,8 @@ def _check_used(given: Arguments, runs: dict[str, Settings], trace: Trace | None
                 "the built-in load, and --trace gives another one: leave it out"
             )  # fmt: skip
             raise ConfigError(f"{wrong[0]} is of {load}", field=field)
+        fleets = list(runs.values()) if title == AS_GIVEN else [settings]
+        _check_crowd(named, fleets, field)
         if trace is None:
             continue
         if not named.get("rate", "1x").endswith("x"):
@@ -275,6 +284,16 @@ def _check_used(given: Arguments, runs: dict[str, Settings], trace: Trace | None
             raise ConfigError(
                 "the trace does not say which requests are of one session: leave closed=on out", field=field
             )
+
+
+def _check_crowd(named: Mapping[str, str], fleets: Sequence[Settings], field: str) -> None:
+    """Refuse settings of a crowd where no fleet has one, and those of other loads where each has one."""
+    crowds = sum(settings.crowd > 0 for settings in fleets)
+    for name in named:
+        if name in OF_A_CROWD and not crowds:
+            raise ConfigError(f"{name} is of a crowd of agents: name crowd too, or leave it out", field=field)
+        if name in NOT_OF_A_CROWD and crowds == len(fleets):
+            raise ConfigError(f"{name} would change nothing for a crowd of agents: leave it out", field=field)
 
 
 def _sped(trace: Trace | None, settings: Settings) -> Trace | None:

@@ -71,6 +71,37 @@ class Served:
 
 
 @dataclass
+class Tenant:
+    """The requests of one tenant."""
+
+    ttft: array.array[float] = field(default_factory=lambda: array.array("d"))
+    tokens: int = 0
+    """Of prompts and answers."""
+    failed: Counter[str] = field(default_factory=Counter)
+    """Requests without an answer, by the reason."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Its figures."""
+        refused = {code: count for code, count in sorted(self.failed.items()) if code in REFUSALS}
+        return {
+            "requests": len(self.ttft),
+            "failed": dict(sorted(self.failed.items())),
+            "refused": sum(refused.values()),
+            "tokens": self.tokens,
+            "ttft_s": _spread(self.ttft),
+        }
+
+
+REFUSALS = frozenset(
+    {
+        "requests_limit_exceeded", "concurrency_limit_exceeded", "tokens_limit_exceeded",
+        "bytes_limit_exceeded", "too_many_requests", "queue_full", "queue_timeout",
+    }
+)  # fmt: skip
+"""Codes of the router's answers to requests beyond a limit."""
+
+
+@dataclass
 class Outcome:
     """Times are seconds, sizes are tokens."""
 
@@ -88,6 +119,8 @@ class Outcome:
     """Of a closed loop, in the order of their ends."""
     failed: Counter[str] = field(default_factory=Counter)
     """Requests without an answer, by the reason."""
+    tenants: dict[str, Tenant] = field(default_factory=dict)
+    """By their names, where clients have keys."""
     retried: int = 0
     counts: dict[str, int] = field(default_factory=dict)
     """Calls of the router's and the engine's objects."""
@@ -132,6 +165,19 @@ class Outcome:
         self.by_instance[instance] += 1
         self.reasons[reason] += 1
 
+    def tenant(self, name: str) -> Tenant:
+        """Its figures so far."""
+        found = self.tenants.get(name)
+        if found is None:
+            found = self.tenants[name] = Tenant()
+        return found
+
+    def fail(self, reason: str, tenant: str | None) -> None:
+        """A request has no answer."""
+        self.failed[reason] += 1
+        if tenant is not None:
+            self.tenant(tenant).failed[reason] += 1
+
     @property
     def requests(self) -> int:
         """Answered ones."""
@@ -145,6 +191,7 @@ class Outcome:
         return {
             "requests": self.requests,
             "failed": dict(sorted(self.failed.items())),
+            "tenants": {name: found.as_json() for name, found in sorted(self.tenants.items())},
             "retried": self.retried,
             "virtual_seconds": self.seconds,
             "busy": self.busy,

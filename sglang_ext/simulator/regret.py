@@ -43,7 +43,7 @@ class Regret:
 
 
 class Uses:
-    """The uses of blocks by requests, in the order of their arrival.
+    """The uses of blocks by requests, in the order in which the router has admitted them.
 
     Args:
         requests: how many will come, about.
@@ -61,7 +61,7 @@ class Uses:
         """Tenant and first block -> the last first request that began so, and the hash up to each block."""
 
     def add(self, session: str, tenant: int, key: bytes, answer: bytes) -> None:
-        """A request has come. The last token of a prompt is always computed."""
+        """A request was admitted. The last token of a prompt is always computed."""
         known = self._known.pop(session, None)
         end = (len(key) - TOKEN_BYTES) // _STEP * _STEP
         if known is not None and key.startswith(known[0]):

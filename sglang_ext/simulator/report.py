@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
@@ -38,6 +39,10 @@ ROWS: Final[Sequence[tuple[str, Callable[[Mapping[str, Any]], str]]]] = (
 """Of each row, its name, and its text from the figures of a column."""
 
 
+MOST_TENANTS: Final = 20
+"""Tenants with rows of their own. JSON has all."""
+
+
 def print_table(console: Console, columns: Mapping[str, Mapping[str, Any]]) -> None:
     """Print outcomes side by side, and their warnings.
 
@@ -59,10 +64,35 @@ def print_table(console: Console, columns: Mapping[str, Mapping[str, Any]]) -> N
 def rows_of(columns: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
     """The table: the name of each row, and its text in each column."""
     found = [(name, [text(figures) for figures in columns.values()]) for name, text in ROWS]
+    found += _tenants(columns)
     for kind, unit in (("link_bytes", " bytes"), ("counts", "")):
         for name in sorted({name for figures in columns.values() for name in figures[kind]}):
             found.append((name, [f"{figures[kind].get(name, 0):,.0f}{unit}" for figures in columns.values()]))
     return found
+
+
+def _tenants(columns: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
+    """Two rows of each tenant, those with the most requests first; beyond `MOST_TENANTS`, one row of all
+    further ones."""
+    sent: Counter[str] = Counter()
+    for figures in columns.values():
+        for name, tenant in figures["tenants"].items():
+            sent[name] += tenant["requests"] + sum(tenant["failed"].values())
+    order = sorted(sent, key=lambda name: (-sent[name], name))
+    shown, further = order[:MOST_TENANTS], order[MOST_TENANTS:]
+    found = []
+    for name in shown:
+        tenants = [figures["tenants"].get(name) for figures in columns.values()]
+        found.append((f"{name}: answered, refused", [_answered([t] if t else []) for t in tenants]))
+        found.append((f"{name}: TTFT P50, P90, P99", [_times(t["ttft_s"]) if t else "-" for t in tenants]))
+    if further:
+        rest = [[t for name in further if (t := f["tenants"].get(name))] for f in columns.values()]
+        found.append((f"{len(further):,} further tenants: answered, refused", [_answered(t) for t in rest]))
+    return found
+
+
+def _answered(tenants: Sequence[Mapping[str, Any]]) -> str:
+    return ", ".join(f"{sum(each[name] for each in tenants):,}" for name in ("requests", "refused"))
 
 
 def warnings_of(columns: Mapping[str, Mapping[str, Any]]) -> list[str]:

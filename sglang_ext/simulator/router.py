@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 from sglang_ext.cost_model import CostModel
@@ -23,7 +23,13 @@ from sglang_ext.router.dispatch.choosing import Chooser, Routing
 from sglang_ext.router.dispatch.flight import Flight
 from sglang_ext.router.dispatch.pausing import Pausing
 from sglang_ext.router.dispatch.program_gate import ProgramGate
-from sglang_ext.router.dispatch.queueing import Admission, QueueFull, QueueTimeout, Waiting
+from sglang_ext.router.dispatch.queueing import (
+    Admission,
+    QueueFull,
+    QueueTimeout,
+    Waiting,
+    queue_policy_named,
+)
 from sglang_ext.router.dispatch.spilling import Spilling
 from sglang_ext.router.endpoints.retry_budget import RetryBudget
 from sglang_ext.router.fleet.fleet import Fleet
@@ -33,7 +39,7 @@ from sglang_ext.router.hints.hint import Hint
 from sglang_ext.router.hints.preparing import Preparer
 from sglang_ext.router.hints.remote_hints import RemoteHints
 from sglang_ext.router.hints.session_memory import SessionMemory
-from sglang_ext.router.http.types import ConnectionLost, Request, Responder
+from sglang_ext.router.http.types import ConnectionLost, RequestRefused, Responder
 from sglang_ext.router.index.index import Index
 from sglang_ext.router.placing.costs import RouterCosts
 from sglang_ext.router.placing.fetching import Fetching
@@ -46,6 +52,7 @@ from sglang_ext.router.tenancy.admitted import Admitted, Sent
 from sglang_ext.router.tenancy.tenants import Caller
 from sglang_ext.router.tokens.encoded import Encoded
 from sglang_ext.simulator.agents import Channels
+from sglang_ext.simulator.control.tenants import REQUEST, Tenants
 from sglang_ext.simulator.instance import Instance, Job, PromptTooLong
 from sglang_ext.simulator.outcome import STAGES, Decided, Outcome, Served
 from sglang_ext.simulator.settings import BLOCK_TOKENS, Settings
@@ -60,14 +67,14 @@ INDEX_BYTES, NAME_BYTES, LEAST_INDEX_BYTES = 2048, 256, 1 << 28
 than blocks take, so that the index forgets nothing for lack of memory. It keeps no history of evictions,
 which only ``/explain`` reads."""
 SENT = Sent(b"{}", "/generate", GENERATE)
-REQUEST = Request("POST", "/generate", "/generate")
 MOST_WAITING = 1 << 20
+"""Turns of a crowd that wait in the router."""
 MOST_LOST = 1
 """An instance may have died of the request: it is sent to a second one, and not to a third."""
 RETRY_BUDGET = 0.8
 """The default of ``RouterConfig.retry_budget``."""
 PATIENCE_S = 3600.0
-"""Turns of sessions wait as long as it takes."""
+"""Turns of a crowd wait as long as it takes."""
 SESSION_BYTES = 1 << 40
 
 
@@ -79,6 +86,7 @@ class SimulatedRouter:
         instances: those that live, by name.
         new_id: names hints, fetches and exports.
         took: takes the observed seconds of fetches, by the names of their exports.
+        tenants: their names.
     """
 
     def __init__(
@@ -91,6 +99,7 @@ class SimulatedRouter:
         outcome: Outcome,
         new_id: NewId,
         took: dict[str, float],
+        tenants: Sequence[str] = (),
     ) -> None:
         self._settings, self._clock, self._loop = settings, clock, loop
         self._instances, self._outcome, self._model = instances, outcome, model
@@ -146,11 +155,20 @@ class SimulatedRouter:
         self.chooser = Chooser(
             routing, self.fleet, self.index, self.costs, metrics, self.fetching, self.advisor
         )
-        self.admission = Admission(self.chooser.capacity, clock)
+        size, patience_s = settings.queue_size, settings.queue_timeout_secs
+        if settings.crowd:
+            size, patience_s = MOST_WAITING, PATIENCE_S
+        self.admission = Admission(
+            self.chooser.capacity,
+            clock,
+            size=size,
+            patience_s=patience_s,
+            order=queue_policy_named(settings.queue_policy),
+        )
         self.gate = ProgramGate(
-            self._program_tokens, self.costs.alone_s, metrics, clock,
-            size=MOST_WAITING, patience_s=PATIENCE_S,
-        )  # fmt: skip
+            self._program_tokens, self.costs.alone_s, metrics, clock, size=size, patience_s=patience_s
+        )
+        self.tenants = Tenants(settings, clock, loop, tenants)
         self._sessions = SessionMemory(SESSION_BYTES)
         self._budget = RetryBudget(RETRY_BUDGET)
         self.pausing = Pausing(
@@ -168,6 +186,8 @@ class SimulatedRouter:
         for forget in (self.index.forget, self.costs.forget, self.fetching.forget, self.spilling.forget):
             self.fleet.restarted.subscribe(forget)
         self.counts: Counter[str] = Counter()
+        self.begins: Callable[[Session, Turn], object] = lambda session, turn: None
+        """Called with each request that the router has admitted."""
 
     def _draw(self) -> str:
         id = self._new_id()
@@ -178,14 +198,21 @@ class SimulatedRouter:
 
     async def serve(self, session: Session, turn: Turn) -> bool:
         """One request, from its arrival to its last token. Returns whether it was answered."""
+        caller = self.tenants.caller(session.tenant)
+        try:
+            with self.tenants.request(caller, len(turn.key)):
+                return await self._serve(session, turn, caller)
+        except RequestRefused as refused:
+            self._outcome.fail(str(refused.code), caller.tenant)
+            return False
+
+    async def _serve(self, session: Session, turn: Turn, caller: Caller) -> bool:
         arrived = self._clock.monotonic()
         if turn.observed is not None:
             await self._clock.sleep(turn.observed.decided_s)
-        caller = self._caller(session.tenant)
         record = Record(self._new_id(), "POST", "/generate", arrived, caller)
-        record.stream = True
-        salt = None if caller.tenant is None else caller.tenant
-        prompt = Encoded(("tokens", None, None, salt), turn.key, len(turn.key) // TOKEN_BYTES)
+        record.stream, record.priority = True, caller.priority or 0
+        prompt = Encoded(("tokens", None, None, caller.salt), turn.key, len(turn.key) // TOKEN_BYTES)
         record.prompt_tokens = prompt.units
         admitted = Admitted(GENERATE, ApiJob(True, (), 1), SENT, session=session.name)
         flight = Flight(
@@ -194,12 +221,16 @@ class SimulatedRouter:
         self.pausing.begins(flight)
         self._budget.begin(self._clock.monotonic())
         try:
-            return await self._carry(flight, prompt, turn, arrived)
+            return await self._carry(flight, prompt, session, turn, arrived)
         finally:
+            if caller.meter is not None and record.first_byte is not None:
+                caller.meter.charge(prompt.units + (record.completion_tokens or 0))
             self._budget.end()
             self.pausing.ends(flight)
 
-    async def _carry(self, flight: Flight, prompt: Encoded, turn: Turn, arrived: float) -> bool:
+    async def _carry(
+        self, flight: Flight, prompt: Encoded, session: Session, turn: Turn, arrived: float
+    ) -> bool:
         """Wait for a place, and send the request on (`Generation._carry`)."""
         record = flight.record
         try:
@@ -208,9 +239,11 @@ class SimulatedRouter:
                 waiting = Waiting(record.priority, prompt.units, record.caller.tenant, True)
                 record.queued_s += await self.admission.wait(waiting)
         except (QueueFull, QueueTimeout) as error:
-            self._outcome.failed[type(error).__name__] += 1
+            code = "queue_full" if isinstance(error, QueueFull) else "queue_timeout"
+            self._outcome.fail(code, record.caller.tenant)
             return False
         try:
+            self.begins(session, turn)
             return await self._attempts(flight, prompt, turn, arrived)
         finally:
             self.admission.leave()
@@ -238,7 +271,7 @@ class SimulatedRouter:
                 await attempt(flight, found[0], prompt, turn, arrived)
             except ConnectionLost:
                 if flight.record.first_byte is not None:
-                    self._outcome.failed["broken_off"] += 1
+                    self._outcome.fail("broken_off", flight.record.caller.tenant)
                     return False
                 excluded |= {flight.failed or found[0].instance}
                 flight.failed = None
@@ -248,10 +281,10 @@ class SimulatedRouter:
                 self._outcome.retried += 1
                 continue
             except PromptTooLong:
-                self._outcome.failed["prompt_too_long"] += 1
+                self._outcome.fail("prompt_too_long", flight.record.caller.tenant)
                 return False
             return True
-        self._outcome.failed["worker_lost" if lost else "no_worker"] += 1
+        self._outcome.fail("worker_lost" if lost else "no_worker", flight.record.caller.tenant)
         return False
 
     async def _attempt(
@@ -365,6 +398,11 @@ class SimulatedRouter:
         self._outcome.answered(
             arrived, first, last, job.tokens, job.output, job.hits, name, str(flight.record.reason)
         )
+        flight.record.completion_tokens = job.output
+        if (tenant := flight.record.caller.tenant) is not None:
+            figures = self._outcome.tenant(tenant)
+            figures.ttft.append(first - arrived)
+            figures.tokens += job.tokens + job.output
         if self._settings.crowd:
             self._note(flight, turn, job, arrived, first)
         if turn.id:
@@ -379,7 +417,7 @@ class SimulatedRouter:
     def _note(self, flight: Flight, turn: Turn, job: Job, arrived: float, first: float) -> None:
         """An agent's turn was answered."""
         name, record = flight.admitted.session, flight.record
-        record.status, record.tools, record.completion_tokens = 200, (turn.tool,), job.output
+        record.status, record.tools = 200, (turn.tool,)
         known = None if name is None else self._sessions.find(name)
         if name is not None:
             namespace = flight.prompts[0].namespace
@@ -420,14 +458,11 @@ class SimulatedRouter:
 
     def announce(self, session: str, tenant: int, key: bytes, earliest_s: float) -> None:
         """A client announces the next request of a session, whose conversation so far is ``key``."""
-        caller = self._caller(tenant)
-        namespace = ("tokens", None, None, caller.tenant)
+        caller = self.tenants.caller(tenant)
+        namespace = ("tokens", None, None, caller.salt)
         hint = Hint(caller.scope, namespace, key, session, earliest_s=earliest_s)
         answer, _ = self.advisor.offer(hint)
         self.counts[f"hints {answer.verdict.value}"] += 1
-
-    def _caller(self, tenant: int) -> Caller:
-        return Caller(tenant=f"tenant-{tenant}") if self._settings.tenants > 1 else Caller()
 
     async def spill(self) -> None:
         """Look for full instances, as the router's rounds do."""

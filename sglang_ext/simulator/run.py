@@ -106,6 +106,7 @@ class Simulation:
 
     Args:
         names: of the first instances; the others are named by their numbers.
+        tenants: names of the tenants.
     """
 
     instance_type = Instance
@@ -117,6 +118,7 @@ class Simulation:
         loop: asyncio.AbstractEventLoop,
         sessions: Iterator[Session],
         names: Sequence[str] = (),
+        tenants: Sequence[str] = (),
     ) -> None:
         self.settings, self._model, self._loop, self._sessions = settings, model, loop, sessions
         self._names = names
@@ -147,6 +149,7 @@ class Simulation:
             self.outcome,
             self._new_id,
             self._wires.took,
+            tenants,
         )
         self._epochs = itertools.count(1)
         self._until_s = settings.seconds if settings.crowd else math.inf
@@ -158,6 +161,7 @@ class Simulation:
         """The last session has."""
         self._held = self._queued = 0.0
         self._uses = Uses(settings.requests)
+        self.router.begins = self._begins
         self._going: dict[asyncio.Task[None], None] = {}
         self._rounds: list[asyncio.Task[None]] = []
 
@@ -217,7 +221,6 @@ class Simulation:
             if self._sent >= self.settings.requests or self._clock.monotonic() >= self._until_s:
                 return False
             self._sent += 1
-            self._uses.add(session.name, session.tenant, turn.key, turn.answer)
             answered = await self.router.serve(session, turn)
             self._ended += 1
             self.progress(self._ended, self._clock.monotonic())
@@ -226,6 +229,9 @@ class Simulation:
                 return False
             self._announce(session, turn)
         return True
+
+    def _begins(self, session: Session, turn: Turn) -> None:
+        self._uses.add(session.name, session.tenant, turn.key, turn.answer)
 
     def _announce(self, session: Session, turn: Turn) -> None:
         hints = self.settings.hints
@@ -251,7 +257,7 @@ class Simulation:
 
     def _kind(self, number: int) -> str:
         """The kind of an instance's KV, empty where it exports none. Instances beyond the recorded ones are
-        like most of those."""
+        like most of those that export any."""
         if not self.kinds:
             return "simulated"
         if number < len(self._names):
@@ -403,6 +409,7 @@ class Simulation:
         self.router.fleet.check()
         self.router.advisor.check()
         self.router.admission.check()
+        self.router.tenants.check()
         index = self.router.index
         assert index.given_up_blocks + index.evicted_blocks == 0, "the index has no room"
         for instance in self.instances.values():

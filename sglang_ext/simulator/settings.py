@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from sglang_ext.errors import ConfigError
+from sglang_ext.router.dispatch.queueing import queue_policy_named
 
 BLOCK_TOKENS: Final = 16
+Amounts = tuple[float, ...]
+"""An amount of each tenant, by its number: the last one is that of all further tenants. 0: no limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +71,24 @@ class Settings:
     hints: float = 0.0
     """Share of turns that are announced when the turn before has ended."""
     tenants: int = 1
+    greedy: float = 1.0
+    """Sessions of the mix that the first tenant begins, in times those of each other tenant."""
+    requests_per_second: Amounts = (0.0,)
+    """Of the tenants' keys, as the fields of a router's key file are named (``--api-keys-file``)."""
+    burst: Amounts = (0.0,)
+    concurrent: Amounts = (0.0,)
+    tokens_per_minute: Amounts = (0.0,)
+    priority: Amounts = (0.0,)
+    bytes_per_minute: int = 0
+    """Of the bodies of one tenant, 4 bytes for each token of a prompt (``--tenant-limits
+    bytes-per-minute``). 0: no limit."""
+    max_concurrent_requests: int = 0
+    """That the router has at a time, as the flag says; 0: no limit."""
+    queue_size: int = 1024
+    """Of requests that wait in the router, as the flags ``--queue-size``, ``--queue-timeout-secs`` and
+    ``--queue-policy`` say. The agents of a crowd wait as long as it takes."""
+    queue_timeout_secs: float = 30.0
+    queue_policy: str = "priority"
     crowd: float = 0.0
     """Agents in a closed loop (`crowd`), in times what HBM holds, in the place of the mix; 0: the mix."""
     seconds: float = 600.0
@@ -94,13 +115,21 @@ class Settings:
     """Of an instance an hour. It is away for `restart_s`, and comes back with nothing but its disk."""
     restart_s: float = 60.0
 
+    @property
+    def limits_tenants(self) -> bool:
+        """Whether the tenants' keys have limits or priorities."""
+        return any(any(getattr(self, name)) for name in OF_KEYS)
 
+
+OF_KEYS: Final = ("requests_per_second", "burst", "concurrent", "tokens_per_minute", "priority")
+"""Settings that are fields of keys, with an amount for each tenant."""
 _MULTIPLES: Final = (
     "instances", "requests", "rate", "hbm", "dram", "disk", "disk_read", "disk_write", "chunk", "running",
-    "network", "for_others", "queue_weight", "exec_weight", "crowd",
+    "network", "for_others", "queue_weight", "exec_weight", "crowd", *OF_KEYS, "bytes_per_minute",
+    "max_concurrent_requests", "queue_size", "queue_timeout_secs",
 )  # fmt: skip
 NOT_RECORDED: Final = (
-    "disk_read", "disk_write", "pd_caching", "running", "layers", "lag_ms", "network", "fetch", "for_others",
+    "disk_read", "disk_write", "pd_caching", "running", "layers", "lag_ms", "network", "for_others",
     "spill_above", "spill_blocks", "closed",
 )  # fmt: skip
 """Settings of a fleet and its users that a recording lacks: ``--settings`` describes the recorded fleet by
@@ -108,10 +137,14 @@ them."""
 FREE: Final = ("requests", "seed", "observed")
 """Settings that do not change a fleet."""
 OF_THE_MIX: Final = (
-    "tenants", "crowd", "seconds", "pause_s", "pause_spread", "learnt_hints",
+    "tenants", "greedy", "crowd", "seconds", "pause_s", "pause_spread", "learnt_hints",
 )  # fmt: skip
 """Settings of built-in loads; a recorded one has none of them."""
 OF_A_RECORDING: Final = ("observed", "closed")
+OF_A_CROWD: Final = ("seconds", "pause_s", "pause_spread", "learnt_hints")
+"""Settings of a crowd's agents; without a crowd they change nothing."""
+NOT_OF_A_CROWD: Final = ("rate", "greedy", "queue_size", "queue_timeout_secs")
+"""Settings of other loads: a crowd sends its turns when its tools have ended, and waits without end."""
 FIELD: Final = "--what-if"
 
 
@@ -119,6 +152,11 @@ def named_in(text: str) -> dict[str, str]:
     """The settings that a list names, and their values, as they are written."""
     parts = (part.partition("=") for part in text.split(",") if part.strip())
     return {name.strip(): value.strip() for name, _, value in parts}
+
+
+def of_tenant(amounts: Amounts, number: int) -> float:
+    """The amount of a tenant."""
+    return amounts[min(number, len(amounts) - 1)]
 
 
 def same_fleet(one: Settings, other: Settings) -> bool:
@@ -149,6 +187,10 @@ def changed(settings: Settings, text: str) -> Settings:
 
 def _value(name: str, before: Any, text: str) -> Any:
     try:
+        if isinstance(before, tuple):
+            if text.endswith("x"):
+                return tuple(amount * float(text[:-1]) for amount in before)
+            return tuple(float(amount) for amount in text.split("/"))
         if text.endswith("x") and name in _MULTIPLES:
             return type(before)(before * float(text[:-1]))
         if isinstance(before, bool):
@@ -193,4 +235,31 @@ def checked(settings: Settings) -> Settings:
         settings = dataclasses.replace(settings, instances=settings.prefill + settings.decode)
     if not 0 <= settings.hints <= 1:
         raise ConfigError(f"hints is a share, not {settings.hints}", field=FIELD)
+    _check_limits(settings)
     return settings
+
+
+def _check_limits(settings: Settings) -> None:
+    """Refuse impossible limits, and those of tenants that are not there."""
+    if settings.tenants < 1 or settings.greedy <= 0:
+        raise ConfigError("tenants and greedy must be greater than 0", field=FIELD)
+    if settings.queue_timeout_secs <= 0:
+        raise ConfigError("queue_timeout_secs must be greater than 0", field=FIELD)
+    for name in ("bytes_per_minute", "max_concurrent_requests", "queue_size"):
+        if getattr(settings, name) < 0:
+            raise ConfigError(f"{name} is less than 0", field=FIELD)
+    for name in OF_KEYS:
+        amounts: Amounts = getattr(settings, name)
+        if len(amounts) > settings.tenants:
+            raise ConfigError(
+                f"{name} has {len(amounts)} amounts for {settings.tenants} tenants", field=FIELD
+            )
+        whole = name != "requests_per_second"
+        if any((each < 0 and name != "priority") or (whole and each % 1) for each in amounts):
+            raise ConfigError(f"{name} cannot be {amounts_text(amounts)}", field=FIELD)
+    queue_policy_named(settings.queue_policy)
+
+
+def amounts_text(amounts: Amounts) -> str:
+    """Amounts as they are written: ``2/50``."""
+    return "/".join(f"{amount:g}" for amount in amounts)

@@ -90,8 +90,8 @@ class Trace:
     """That the router expected, as the JSON of a cost profile; empty for the defaults, or where they were not
     recorded."""
     kinds: Mapping[str, str] = field(default_factory=dict)
-    """Of the KV of each instance that exports it: those of one kind fetch from each other. Empty where that
-    is not recorded; then all do."""
+    """Of the KV of each instance that exports it: those of one kind fetch from each other. Empty where none
+    does, or where no instances were recorded; with ``fetch=on``, all do then."""
     instances: Sequence[str] = ()
     tiers: Mapping[str, int] = field(default_factory=dict)
     sessions: list[TracedSession] = field(default_factory=list)

@@ -10,6 +10,7 @@ has tuples. Calls of one moment run in the order in which they were asked for.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Callable
 from contextvars import Context
@@ -134,4 +135,8 @@ class VirtualClock:
         return EPOCH_S + self.monotonic()
 
     async def sleep(self, seconds: float) -> None:
+        now = self.monotonic()
+        if seconds > 0.0 and now + seconds == now:
+            # Rounded away, the wait would not bring its end nearer, and its caller would wait without end.
+            seconds = math.ulp(now)
         await asyncio.sleep(seconds)

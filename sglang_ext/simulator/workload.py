@@ -168,4 +168,12 @@ def mixed(settings: Settings) -> Iterator[Session]:
     now = 0.0
     for number in itertools.count():
         now += draw.expovariate(sessions_per_s)
-        yield MixedSession(texts, settings.seed, number, draw.randrange(settings.tenants), now)
+        tenant = _tenant(draw, settings)
+        yield MixedSession(texts, settings.seed, number, tenant, now)
+
+
+def _tenant(draw: random.Random, settings: Settings) -> int:
+    if settings.greedy == 1.0:
+        return draw.randrange(settings.tenants)
+    weights = [settings.greedy] + [1.0] * (settings.tenants - 1)
+    return draw.choices(range(settings.tenants), weights)[0]

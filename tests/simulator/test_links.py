@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from sglang_ext.errors import InternalError
 from sglang_ext.simulator.links import Flow, Network, SharedLink, fair_rates
-from sglang_ext.simulator.virtual_time import VirtualLoop
+from sglang_ext.simulator.virtual_time import VirtualClock, VirtualLoop
 
 
 def rates_of(capacities: list[int], crossings: list[frozenset[int]]) -> tuple[list[SharedLink], list[Flow]]:
@@ -76,3 +76,20 @@ def test_a_loop_without_a_timer_says_that_it_would_wait_forever() -> None:
     with pytest.raises(InternalError, match="no timer"):
         loop.run_until_complete(loop.create_future())
     loop.close()
+
+
+def test_a_wait_that_rounding_would_end_at_once_brings_its_end_nearer() -> None:
+    """A caller that waits until a moment would wait for the last part of it again and again."""
+    loop = VirtualLoop()
+    clock = VirtualClock(loop)
+
+    async def wait() -> float:
+        await clock.sleep(1e6)
+        before = clock.monotonic()
+        await clock.sleep(1e-15)
+        return clock.monotonic() - before
+
+    try:
+        assert 0.0 < loop.run_until_complete(wait()) < 1e-9
+    finally:
+        loop.close()

@@ -253,11 +253,16 @@ def written_twice(*arguments: str) -> Any:
 
 
 def test_two_runs_of_one_seed_write_the_same_bytes() -> None:
+    limits = "requests_per_second=0.5/0,concurrent=3/0,tokens_per_minute=50000/0,queue_size=4,most_running=3"
     found = written_twice(
         "--requests", "80", "--instances", "3", "--policy", "cost",
         "--settings", "hbm=500,dram=900,hints=0.4,failures=150,tenants=3",
+        "--what-if", f"greedy=3,rate=5,{limits}",
     )  # fmt: skip
     assert found["as given"]["requests"] > 70
+    tenants = found[f"greedy=3,rate=5,{limits}"]["tenants"]
+    assert tenants["tenant-0"]["refused"] > 5
+    assert tenants["tenant-1"]["requests"] > 5
 
 
 def test_two_runs_of_a_recording_write_the_same_bytes(tmp_path: Path) -> None:
@@ -306,6 +311,31 @@ def test_the_command_compares_fleets_and_writes_a_page(
 def test_a_change_that_cannot_be_is_refused_by_name(what: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         changed(Settings(), what)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--settings", "pause_s=3"], "--settings: pause_s is of a crowd"),
+        (["--what-if", "hbm=2x,learnt_hints=0.5"], "--what-if: learnt_hints is of a crowd"),
+        (["--settings", "crowd=0.1", "--what-if", "crowd=0,seconds=30"], "--what-if: seconds is of a crowd"),
+        (["--settings", "crowd=0.1,rate=3"], "--settings: rate would change nothing for a crowd"),
+        (["--what-if", "crowd=0.1,queue_size=3"], "--what-if: queue_size would change nothing"),
+    ],
+)
+def test_settings_without_a_crowd_or_of_other_loads_are_refused(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(arguments) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_settings_of_a_crowd_are_taken_where_one_of_the_fleets_has_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["--requests", "10", "--settings", "pause_s=3,rate=1", "--what-if", "crowd=0.02,seconds=20"]
+    assert command.main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["outcomes"]["crowd=0.02,seconds=20"]["agents"]["turns"] > 0
 
 
 def test_a_change_multiplies_or_replaces() -> None:

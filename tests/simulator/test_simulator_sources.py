@@ -161,8 +161,10 @@ def probed(*arguments: str) -> Any:
 
 
 def test_a_run_calls_neither_clocks_nor_generators_of_the_machine() -> None:
-    """With hints, fetches, deaths and tenants: the reasons of the exceptions above are true."""
+    """With hints, fetches, deaths and limits of tenants: the reasons of the exceptions above are true."""
     what = "instances=3,requests=60,policy=cost,hbm=400,dram=800,hints=0.5,failures=100,tenants=2"
+    what += ",requests_per_second=2,concurrent=9,tokens_per_minute=1000000,priority=0/1,most_running=3"
+    what += ",max_concurrent_requests=50,bytes_per_minute=9000000,queue_size=9"
     assert probed(what)["requests"] > 0
 
 

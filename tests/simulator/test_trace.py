@@ -208,7 +208,8 @@ def test_a_changed_fleet_does_not_take_the_recorded_times(
         (["--settings", "hbm=2x"], {"as given": False}),
         (["--what-if", "dram=1x"], {"as given": True, "dram=1x": True}),
         (["--what-if", "observed=off"], {"as given": True, "observed=off": False}),
-        (["--what-if", "fetch=off"], {"as given": False, "fetch=off": False}),
+        (["--what-if", "fetch=off"], {"as given": True, "fetch=off": True}),
+        (["--what-if", "fetch=on"], {"as given": False, "fetch=on": False}),
         (["--what-if", "hbm=2x,observed=on"], {"as given": False, "hbm=2x,observed=on": True}),
     ],
 )
@@ -223,6 +224,18 @@ def test_recorded_times_are_those_of_the_recorded_fleet(
     path.write_bytes(b"".join(recording.splitlines(keepends=True)[:60]))
     found = printed(capsys, "--trace", str(path), *arguments)["outcomes"]
     assert {title: each["times"] == "as recorded" for title, each in found.items()} == recorded
+
+
+def test_a_recorded_fleet_that_fetches_nothing_fetches_nothing(
+    recording: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "day.jsonl"
+    path.write_bytes(recording)
+    found = printed(capsys, "--trace", str(path), "--policy", "round-robin", "--what-if", "fetch=on")
+    assert not found["settings"]["as given"]["fetch"]
+    fetched = {title: each["counts"]["fetched blocks"] for title, each in found["outcomes"].items()}
+    assert fetched["as given"] == 0
+    assert fetched["fetch=on"] > 0
 
 
 def test_an_instance_beyond_the_recorded_ones_fetches_like_them(recording: bytes) -> None:

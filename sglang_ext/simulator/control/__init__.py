@@ -1,0 +1,1 @@
+"""The router's control of a simulated fleet: the limits of its tenants."""
