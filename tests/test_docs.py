@@ -150,7 +150,7 @@ def test_the_page_of_models_shows_the_table_of_families() -> None:
 def test_a_model_counts_when_its_three_tiers_are_proven() -> None:
     models = [
         {"family": "gqa", "some": 3},
-        {"family": "vision-mla", "some": 2},
+        {"family": "embedding", "some": 2},
         {"family": "msa", "some": 4},
         {"name": "x", "unserved": "why", "some": 50},
         {"family": "mla"},

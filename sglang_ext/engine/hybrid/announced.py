@@ -10,6 +10,9 @@ whole blocks. A place before that point may lack a window or a state; a prompt t
     DRAM   from DRAM alone, or from DRAM behind a prefix in HBM
     DISK   the same with blocks of the disk, which are brought to DRAM first
 
+Pages are recorded by the ids of their tokens, and encoded when they are published: in an encoded prompt with
+a picture, four tokens are one group, and a page may end within it.
+
 Work is done once per pass and for prompts of which something has changed. No SGLang, no I/O.
 """
 
@@ -23,7 +26,7 @@ import numpy.typing as npt
 
 from sglang_ext.engine.hybrid.components import Component, Flags, resume_points
 from sglang_ext.engine.hybrid.paths import Name
-from sglang_ext.keys import TOKEN_BYTES
+from sglang_ext.keys import TOKEN_BYTES, TokenIds, encode_tokens
 from sglang_ext.radix_global import Holder, Node, RadixTree
 from sglang_ext.tiers import Tier
 
@@ -36,6 +39,9 @@ NOWHERE = -1
 _PAGES = Holder.of("pages", 0, Tier.HBM)
 """Holder of all recorded pages, whose addresses are their numbers."""
 _FIRST_PAGES = 1024
+_RECORDED = np.dtype("<i8")
+"""A token's id among recorded pages."""
+_WORDS = _RECORDED.itemsize // TOKEN_BYTES
 
 
 class Announced:
@@ -69,7 +75,7 @@ class Announced:
         self._forget_pages()
 
     def _forget_pages(self) -> None:
-        self._known = RadixTree(self.page_tokens)
+        self._known = RadixTree(self.page_tokens * _WORDS)
         self._known.observer = self
         self._flags = np.zeros(_FIRST_PAGES, np.uint16)
         """By page: in which tiers it has which component. Page 0 does not exist."""
@@ -91,20 +97,20 @@ class Announced:
     # -- arrivals and departures --------------------------------------------------------------------
 
     def in_hbm(
-        self, namespace: Hashable, key: bytes, names: Sequence[Name], rows: Mapping[Component, Ids]
+        self, namespace: Hashable, tokens: TokenIds, names: Sequence[Name], rows: Mapping[Component, Ids]
     ) -> None:
         """SGLang's tree has a path.
 
         Args:
             namespace: of the published tree.
-            key: the encoded tokens of the path, whole pages.
+            tokens: of the path, whole pages.
             names: of its pages; empty without tiers below HBM.
             rows: of each component, for each page its row in HBM or `NOWHERE`.
         """
-        pages = len(key) // (self.page_tokens * TOKEN_BYTES)
+        pages = len(tokens) // self.page_tokens
         if not pages:
             return
-        path = self._record(namespace, key, names, pages)
+        path = self._record(namespace, np.asarray(tokens).astype(_RECORDED).tobytes(), names, pages)
         before = self._flags[path].copy()
         for component, of_pages in rows.items():
             there = of_pages >= 0
@@ -244,10 +250,10 @@ class Announced:
                 self._known.split(end, kept - start)
             self._drop(end)
             return
-        key = _key_of(end)
+        tokens = _tokens_of(end)
         points = self._resumable(flags)
         for tier, holder in self.holders.items():
-            self._pin(end, holder, key, points[tier])
+            self._pin(end, holder, tokens, points[tier])
 
     def _drop(self, end: Node) -> None:
         """Forget a node at the end of which nothing is anywhere."""
@@ -283,13 +289,14 @@ class Announced:
     def _last_point(self, held: Mapping[Component, Flags]) -> int:
         return int(np.flatnonzero(resume_points(held, self.page_tokens))[-1])
 
-    def _pin(self, end: Node, holder: Holder, key: bytes, pages: int) -> None:
+    def _pin(self, end: Node, holder: Holder, tokens: Ids, pages: int) -> None:
         """Publish the path to an end in a tier up to so many pages."""
         blocks = pages * self.page_tokens // self.tree.block_size
         pins = self._pins.setdefault(end, {})
         former = pins.pop(holder, None)
         if blocks:
-            node = self.tree.insert(end.namespace, key[: blocks * self.tree.block_bytes], holder).node
+            key = encode_tokens(tokens, blocks * self.tree.block_size)
+            node = self.tree.insert(end.namespace, key, holder).node
             self.tree.lock(node, holder)
             pins[holder] = node
         if former is not None:
@@ -339,9 +346,10 @@ def _ends(nodes: set[Node]) -> set[Node]:
     return found
 
 
-def _key_of(node: Node) -> bytes:
+def _tokens_of(node: Node) -> Ids:
+    """All tokens up to the end of a node of recorded pages."""
     edges = []
     while node.parent is not None:
         edges.append(node.key)
         node = node.parent
-    return b"".join(reversed(edges))
+    return np.frombuffer(b"".join(reversed(edges)), _RECORDED)

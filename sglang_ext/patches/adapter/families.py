@@ -159,6 +159,8 @@ _FAMILY_DRAFTS = (
     "engine/peers/test_family_drafts.py::test_every_row_of_a_draft_from_hbm_dram_disk_and_a_peer_is_right"
 )
 _BEFORE_PICTURES = "test_what_comes_before_a_picture_is_matched_fetched_and_prefetched"
+_PICTURES = "engine/peers/test_picture_prompts.py"
+_PICTURE_BELOW = "test_a_picture_is_found_below_hbm_and_another_is_not"
 _DSA_TIERS = "engine/cache/test_simulation.py::test_a_prompt_with_index_keys_is_found"
 _DSA_TRAFFIC = "engine/cache/test_simulation.py::test_every_row_is_right_and_every_slot_has_one_owner"
 _DSA_HINTS = "engine/prefetch/test_prefetch.py::test_index_keys_of_model_and_draft_are_brought_from_disk"
@@ -257,7 +259,21 @@ TABLE: Mapping[str, Family] = MappingProxyType(
                 "speculation": Proof("oracle", f"{_FAMILY_DRAFTS}[vision]"),
             },
         ),
-        "vision-mla": Family("MLA with pictures", "Kimi K2.5 to K2.7", _BY_READING),
+        "vision-mla": Family(
+            "MLA with pictures",
+            "Kimi K2.5 to K2.7",
+            _BY_READING
+            | {
+                "HBM": Proof(
+                    "oracle", f"{_PICTURES}::test_a_picture_is_found_in_hbm_and_another_is_not[mla]"
+                ),
+                "DRAM": Proof("oracle", f"{_PICTURES}::{_PICTURE_BELOW}[mla]"),
+                "disk": Proof("oracle", f"{_PICTURES}::{_PICTURE_BELOW}[mla]"),
+                # Of tokens before the first picture, as above.
+                "fetch": Proof("oracle", f"{_PICTURES}::test_the_words_before_a_picture_are_fetched[mla]"),
+                "hints": Proof("oracle", f"{_PICTURES}::test_a_hint_brings_the_words_before_a_picture[mla]"),
+            },
+        ),
         "embedding": Family(
             "Embeddings by causal attention (`--is-embedding`)",
             "Qwen3-Embedding, e5-mistral, rerankers made of decoders",

@@ -72,6 +72,26 @@ def test_a_prompt_with_index_keys_is_found(scenario: Scenario, on_disk: bool) ->
         assert rank.scheduler.disk_tokens == 4 * 64 * on_disk
 
 
+@pytest.mark.parametrize("on_disk", [False, True], ids=["in DRAM", "on disk"])
+def test_adapters_share_no_latents_and_no_index_keys(on_disk: bool) -> None:
+    prompt = [at % 5 for at in range(4 * 64 + 1)]
+    scenario = next(each for each in SCENARIOS if each.name == "dsa, index keys by page")
+    with Rank(replace(scenario, dram_blocks=40)) as rank:
+        rank.serve(prompt, adapter="one")
+        assert rank.serve([*prompt, 1], adapter="one").cached_tokens == 4 * 64
+        rank.settle()
+        rank.cache.evict(EvictParams(num_tokens=rank.pools.tokens))
+        if on_disk:
+            assert rank.tier is not None
+            rank.tier.give_back(rank.tier.take(rank.tier.n_blocks))
+        found = [
+            rank.serve([*prompt, 1, 2], adapter=adapter).cached_tokens for adapter in ("two", None, "one")
+        ]
+        assert found == [0, 0, 4 * 64]
+        assert rank.scheduler.loaded_tokens == 4 * 64
+        assert rank.scheduler.disk_tokens == 4 * 64 * on_disk
+
+
 @pytest.mark.parametrize("scenario", [each for each in SCENARIOS if "retraction" in each.name], ids=str)
 def test_retracted_requests_go_on_from_their_kv(scenario: Scenario, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nothing need be evicted from DRAM and weights stay, each finds all whole blocks that it had."""

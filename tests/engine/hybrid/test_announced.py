@@ -63,7 +63,7 @@ class Model:
             )
             for component in COMPONENTS
         }
-        self.announced.in_hbm(SPACE, encode_tokens(list(tokens)), [name_of(page) for page in pages], rows)
+        self.announced.in_hbm(SPACE, list(tokens), [name_of(page) for page in pages], rows)
         self.prompts.add(tokens)
         for tier, component in self.held:
             if tier is not Tier.HBM:  # new pages that a tier has already are announced again
@@ -196,6 +196,37 @@ def test_nothing_is_left_after_a_clear() -> None:
     model.announced.publish()
     assert not any(model.told().values())
     model.announced.check()
+
+
+def test_words_before_a_picture_are_announced_wherever_it_begins() -> None:
+    """Four tokens with one of a picture among them are encoded as a group; pages have one token."""
+    picture = (1 << 61) + 7
+    words, pictured = [1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 5, 6, picture, picture]
+    holder = Holder.of("one", 1, Tier.HBM)
+    announced = Announced(RadixTree(4), {Tier.HBM: holder}, (FULL,), 1)
+
+    def prefixes() -> set[bytes]:
+        announced.publish()
+        announced.check()
+        found: set[bytes] = set()
+        stack = [(child, b"") for root in announced.tree.roots.values() for child in root.children.values()]
+        while stack:
+            node, before = stack.pop()
+            key = before + node.key
+            found |= {key[:end] for end in range(16, len(key) + 1, 16)}
+            stack += [(child, key) for child in node.children.values()]
+        return found
+
+    def prefixes_of(*prompts: list[int]) -> set[bytes]:
+        return {encode_tokens(prompt, end) for prompt in prompts for end in (4, 8)}
+
+    announced.in_hbm(SPACE, words, (), {FULL: np.arange(1, 9)})
+    announced.in_hbm(SPACE, pictured, (), {FULL: np.array([1, 2, 3, 4, 5, 6, 9, 10])})
+    assert prefixes() == prefixes_of(words, pictured)
+    announced.left_hbm(FULL, np.array([9, 10]))
+    assert prefixes() == prefixes_of(words)
+    announced.left_hbm(FULL, np.arange(1, 9))
+    assert not prefixes()
 
 
 def test_blocks_must_be_whole_pages() -> None:

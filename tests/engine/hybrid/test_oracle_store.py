@@ -73,9 +73,9 @@ def test_every_row_that_a_model_reads_is_right_for_long(
         assert len(rank.scheduler.finished) > 20
 
 
-def leave_hbm(rank: HybridRank, prompt: Sequence[int] = PROMPT) -> None:
+def leave_hbm(rank: HybridRank, prompt: Sequence[int] = PROMPT, **options: Any) -> None:
     """Have a prompt in DRAM, and on disk, and not in HBM."""
-    rank.serve(prompt)
+    rank.serve(prompt, **options)
     rank.settle()
     rank.cache.check_hicache_events()
     everything = rank.pools.tokens

@@ -21,6 +21,7 @@ from sglang_ext.engine.movers.copies import Copies
 from sglang_ext.engine.movers.mover import Mover, ThreadMover
 from sglang_ext.engine.ranks import Least, Ranks
 from sglang_ext.engine.weights import Weights
+from sglang_ext.geometry import BlockLayout
 from sglang_ext.patches.adapter.hybrid.build_cluster import hints_of
 from sglang_ext.patches.adapter.hybrid.cache import HybridRadixCache
 from sglang_ext.patches.adapter.hybrid.linker import StoreLinker, page_names
@@ -101,12 +102,15 @@ class StoreBelow:
         sizes = self._sizes
         if not sizes.disk:
             return None
-        tier: BlockTier = MemoryTier(pool.layout, sizes.disk)
+        tier = self._tier(pool.layout)
         if sizes.faults:
             tier = FaultyTier(tier, seed=5, rate=sizes.faults)
         self.tiers.append(tier)
         writer = WriteBehind(tier, backlog_bytes=sizes.backlog, lag=LagPolicy.SKIP)
         return ComponentDisk(memory, tier, self._loader, self._namespace, writer)
+
+    def _tier(self, layout: BlockLayout) -> BlockTier:
+        return MemoryTier(layout, self._sizes.disk)
 
     def _namespace(self) -> bytes | None:
         return None if self._weights.moving else self._weights.generation.to_bytes(16, "big")

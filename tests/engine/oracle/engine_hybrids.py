@@ -587,9 +587,11 @@ _ALL = (
 SCENARIOS = tuple(each for each in _ALL if KEEPS_ON_A_GRID or not each.kind.grid)
 
 
-def drive(rank: HybridRank, seed: int, steps: int) -> Traffic:
+def drive(
+    rank: HybridRank, seed: int, steps: int, *, make_traffic: Callable[..., Traffic] = Traffic
+) -> Traffic:
     """Random traffic for so many passes, with all checks after each; then everything ends."""
-    traffic = Traffic(rank.scenario, seed, rank.scenario.stretch)
+    traffic = make_traffic(rank.scenario, seed, rank.scenario.stretch)
     for _ in range(steps):
         traffic.act(rank.scheduler)
         rank.step()

@@ -146,8 +146,12 @@ class SimulatedScheduler:
         salt: str | None = None,
         priority: int = 0,
         private: bool = False,
+        adapter: str | None = None,
     ) -> Req:
-        """A request arrives. A private one brings embeddings of its own for some tokens."""
+        """A request arrives. A private one brings embeddings of its own for some tokens.
+
+        adapter: the id of a LoRA adapter.
+        """
         parameters = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
         parameters.normalize(None)
         self._count += 1
@@ -160,6 +164,7 @@ class SimulatedScheduler:
             cache_salt=salt,
             vocab_size=self.vocabulary,
             priority=priority,
+            lora_id=adapter,
             positional_embed_overrides=PositionalEmbeds(torch.zeros(1, 4), [0]) if private else None,
         )
         req.reasoning_tokens = 1  # counts with --strip-thinking-cache only

@@ -25,7 +25,6 @@ from sglang_ext.engine.hybrid.components import FULL, AtSnapshot, Component, Fla
 from sglang_ext.engine.hybrid.paths import Name
 from sglang_ext.engine.hybrid.store import HybridStore
 from sglang_ext.engine.planners import Planner
-from sglang_ext.keys import encode_tokens
 from sglang_ext.patches.adapter.hybrid.linker import page_names
 from sglang_ext.patches.adapter.hybrid.pools import STATE
 from sglang_ext.radix_global import Holder, RadixTree
@@ -94,7 +93,7 @@ class Announcing(Planner):
             names += page_names(tree.get_hash_values(node.node_id))
             self._read(node, rows)
         namespace = (self._generation, own_extra_key, key.cache_salt)
-        tokens = encode_tokens(key.raw_token_ids()[: pages * self._page])
+        tokens = key.raw_token_ids()[: pages * self._page]
         self.announced.in_hbm(namespace, tokens, names if len(names) == pages else (), rows)
 
     def _read(self, node: Any, rows: dict[Component, Ids]) -> None:
