@@ -112,7 +112,8 @@ class Arguments(Flagged):
         "",
         "The rest of the fleet and of its load, as NAME=VALUE,…: rate (requests/s of an instance; 2x of a "
         "trace), hbm and dram (blocks), disk (blocks), disk_read and disk_write (bytes/s), prefill and "
-        "decode (instances), pd_caching, chunk, running, ignore_eos, network (of an instance, bytes/s), "
+        "decode (instances), pd_caching, role_controller, role_dwell_secs, role_switch_s, chunk, running, "
+        "ignore_eos, network (of an instance, bytes/s), "
         "lag_ms, fetch, for_others and spill_blocks (blocks), spill_above, hints, most_running, failures (an "
         "hour), restart_s, layers; of a recording: observed, closed; of policies: queue_weight, exec_weight, "
         "cache_threshold, balance_abs, balance_rel, balance_cache; of tenants, by the fields of a key file, "
@@ -155,7 +156,8 @@ def run(given: Arguments) -> int:
     Raises:
         ConfigError: a setting or a file cannot be used.
     """
-    logging.getLogger("sglang_ext").setLevel(logging.ERROR)
+    for name in ("sglang_ext", "router"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     trace = None if given.trace is None else _read(given.trace)
     base = changed(settings_of(given, trace), given.settings)
     model = model_of(given, trace)

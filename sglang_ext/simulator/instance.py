@@ -167,26 +167,21 @@ class Instance:
         role: Role = Role.COLOCATED,
         disk: NamedDisk | None = None,
     ) -> None:
-        self.role = role
-        self._keeps = role is not Role.DECODE or settings.pd_caching > 1
         self._token_bytes = model.kv_bytes_per_token
         self.arrivals: Arrivals[Job] = Arrivals(name, wires, self.wake)
         self._offered: dict[Job, None] = {}
         """Requests whose KV another instance is to take over."""
         self.name, self._settings, self._model, self._loop = name, settings, model, loop
         self._batching = Batching(chunk=settings.chunk)
-        own = wires if settings.fetch and role is not Role.DECODE else None
+        reads = role is not Role.DECODE or settings.role_controller == "on"
+        own = wires if settings.fetch and reads else None
         self.engine = self.engine_type(
             name, epoch, settings, model, clock, loop, network, own, self.wake, on_hint, on_fetch, disk
         )
         self._wires = wires
         self.returns: Returns | None = None
-        if role is Role.PREFILL and settings.pd_caching > 2:
-            engine = self.engine
-            self.returns = Returns(
-                name, engine.store, engine.moves, engine.dram.block_bytes, wires, self.wake
-            )
-            wires.homes[name] = self._take_back
+        """Of an instance that prefills now or did before."""
+        self._take_role(role)
         self._kept_back = 0
         """Blocks that are locked until prefill has them."""
         self._published = published
@@ -207,8 +202,6 @@ class Instance:
         self._full = False
         """HBM had no room for the next request, and none has ended since (``batch_is_full``)."""
         self._ratio = NewTokenRatio(fixed=settings.ignore_eos)
-        self._grows = role is not Role.DECODE
-        """Answers take slots as they grow, and not when their requests are admitted."""
         self._step = 0
         """Steps since the start, as of `_since`, at which the current one began."""
         self._since = 0.0
@@ -223,6 +216,37 @@ class Instance:
         self._dead = False
         self._queued_since: float | None = None
         self.work = Work()
+
+    # -- its role -----------------------------------------------------------------------------------
+
+    def _take_role(self, role: Role) -> None:
+        self.role = role
+        self._keeps = role is not Role.DECODE or self._settings.pd_caching > 1
+        self._grows = role is not Role.DECODE
+        """Answers take slots as they grow, and not when their requests are admitted."""
+        if role is not Role.PREFILL or self._settings.pd_caching <= 2:
+            self._wires.homes.pop(self.name, None)
+            return
+        if self.returns is None:
+            engine = self.engine
+            self.returns = Returns(
+                self.name, engine.store, engine.moves, engine.dram.block_bytes, self._wires, self.wake
+            )
+        self._wires.homes[self.name] = self._take_back
+
+    @property
+    def idle(self) -> bool:
+        """Whether it has no request, and no KV of one is on its way."""
+        waiting = self._waiting or self._cut or self.arrivals.waiting or self.arrivals.coming
+        working = self._running or self._computing or self._replaying or self._results or self._leaving
+        return not (waiting or working or self._offered or self._kept_back)
+
+    def switch(self, role: Role) -> None:
+        """Take another role, and keep the cache (``POST /pd_role_switch``). It is idle."""
+        if not self.idle:
+            raise InternalError(f"{self.name} has requests, and cannot change its role")
+        self._take_role(role)
+        self.wake()
 
     # -- requests -----------------------------------------------------------------------------------
 
@@ -351,8 +375,15 @@ class Instance:
     def receive(self, job: Job, source: str) -> None:
         """A prefill instance has computed the prompt of a request."""
         self.work.requests += 1
+        job.came_at = self._loop.time()
         job.home = source
         self.arrivals.add(job, source)
+
+    def give_up(self, job: Job) -> None:
+        """The KV of a request that this instance was to decode does not come any more."""
+        if self.arrivals.drop(job):
+            self._release(job)
+            self.wake()
 
     def handed_over(self, job: Job) -> None:
         """Another instance has the KV of a request, or it is not needed any more."""
@@ -407,7 +438,7 @@ class Instance:
     def _take_back(self, back: Return) -> None:
         """A decode instance has KV for this one."""
         assert self.returns is not None
-        if self._dead:
+        if self._dead or self.role is not Role.PREFILL:
             back.over()
         elif self.computing:
             self.after_pass(lambda _: self._take_back(back))
@@ -785,6 +816,7 @@ class Instance:
             self._has_result(job, job.first)
             if job.hands_over:
                 self._full = False
+                job.seen = self._step  # it may have decoded before, and this request has no steps here
                 self._offered[job] = None
             else:
                 self._go_on(job)

@@ -122,6 +122,8 @@ class Outcome:
     tenants: dict[str, Tenant] = field(default_factory=dict)
     """By their names, where clients have keys."""
     retried: int = 0
+    role_changes: list[tuple[float, str, str]] = field(default_factory=list)
+    """When, which instance, and its new role."""
     counts: dict[str, int] = field(default_factory=dict)
     """Calls of the router's and the engine's objects."""
     link_bytes: dict[str, float] = field(default_factory=dict)
@@ -193,6 +195,7 @@ class Outcome:
             "failed": dict(sorted(self.failed.items())),
             "tenants": {name: found.as_json() for name, found in sorted(self.tenants.items())},
             "retried": self.retried,
+            "role_changes": [list(each) for each in self.role_changes],
             "virtual_seconds": self.seconds,
             "busy": self.busy,
             "capacity_used": self.capacity_used,

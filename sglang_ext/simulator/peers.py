@@ -267,6 +267,15 @@ class Arrivals(Generic[J]):
         del self.coming[job]
         done(job)
 
+    def drop(self, job: J) -> bool:
+        """A request is not waited for any more. Returns whether it has slots."""
+        flow = self.coming.pop(job, None)
+        if flow is not None:
+            self._wires.network.stop(flow)
+            return True
+        self.waiting = deque(each for each in self.waiting if each[0] is not job)
+        return False
+
     def jobs(self) -> Iterator[J]:
         """All that have not come."""
         yield from (job for job, _ in self.waiting)

@@ -51,6 +51,7 @@ from sglang_ext.router.telemetry.record import Record
 from sglang_ext.router.tenancy.admitted import Admitted, Sent
 from sglang_ext.router.tenancy.tenants import Caller
 from sglang_ext.router.tokens.encoded import Encoded
+from sglang_ext.signals import Signal
 from sglang_ext.simulator.agents import Channels
 from sglang_ext.simulator.control.tenants import REQUEST, Tenants
 from sglang_ext.simulator.instance import Instance, Job, PromptTooLong
@@ -58,6 +59,7 @@ from sglang_ext.simulator.outcome import STAGES, Decided, Outcome, Served
 from sglang_ext.simulator.settings import BLOCK_TOKENS, Settings
 from sglang_ext.simulator.virtual_time import VirtualClock
 from sglang_ext.simulator.workload import Session, Turn
+from sglang_ext.stages import StageTimes
 from sglang_ext.tiers import Tier
 
 MAX_RETRIES = 5
@@ -188,6 +190,8 @@ class SimulatedRouter:
         self.counts: Counter[str] = Counter()
         self.begins: Callable[[Session, Turn], object] = lambda session, turn: None
         """Called with each request that the router has admitted."""
+        self.paired: Signal[[Record, float]] = Signal()
+        """A prefill and a decode instance have answered a request, and when."""
 
     def _draw(self) -> str:
         id = self._new_id()
@@ -352,10 +356,16 @@ class SimulatedRouter:
                     self._loop.call_later(way_s, self._submit, name, half)
                     with before.until_lost():
                         await half.first
+                    self._loop.call_later(lag_s, self._receive, decode, job, name)
+                    try:
+                        # A prefill server answers once decode has the KV.
+                        with load.until_lost(), before.until_lost():
+                            await job.first
+                    except ConnectionLost:
+                        flight.failed = name if before.doomed else decode
+                        self._give_up(decode, job)
+                        raise
                 flight.failed = decode
-                self._loop.call_later(lag_s, self._receive, decode, job, name)
-                with load.until_lost():
-                    await job.first
                 load.answered()
                 load.prefilled()
                 first_byte()
@@ -374,7 +384,23 @@ class SimulatedRouter:
                 first_half.handed_over(half)
         flight.failed = None
         job.hits = half.hits
+        if self.paired:
+            self._note_pair(flight.record, name, half, job, first)
         self._answered(flight, turn, job, half, name, arrived, first, self._clock.monotonic() + lag_s)
+
+    def _note_pair(self, record: Record, prefill: str, half: Job, job: Job, first: float) -> None:
+        """The facts of a request that an answer tells the router."""
+        now = self._clock.monotonic()
+        record.status, record.prefill_instance = 200, prefill
+        record.cached_tokens, record.completion_tokens = sum(job.hits.values()), job.output
+        record.instance_stages = StageTimes(
+            prefill_queue=half.began_at - half.came_at,
+            prefill=half.computed_at - half.began_at,
+            transfer=max(0.0, first - job.admitted_at + job.came_at - half.computed_at),
+            decode_queue=job.admitted_at - job.came_at,
+            decode=max(0.0, now - first),
+        )
+        self.paired(record, now)
 
     def _learn(self, flight: Flight, prompt: Encoded, job: Job, name: str) -> None:
         """An instance has the KV of a request's prompt and answer (`Relay._learn`)."""
@@ -446,8 +472,13 @@ class SimulatedRouter:
 
     def _receive(self, name: str, job: Job, source: str) -> None:
         instance = self._instances.get(name)
-        if instance is not None:
+        if instance is not None and not job.first.done():
             instance.receive(job, source)
+
+    def _give_up(self, name: str, job: Job) -> None:
+        instance = self._instances.get(name)
+        if instance is not None:
+            instance.give_up(job)
 
     def _submit(self, name: str, job: Job) -> None:
         instance = self._instances.get(name)

@@ -18,6 +18,7 @@ from sglang_ext.protocol.cluster import HEARTBEAT_S, Registration
 from sglang_ext.router.fleet.facts import InstanceFacts, ModelFacts
 from sglang_ext.router.policies.base import Role
 from sglang_ext.simulator.agents import Agent
+from sglang_ext.simulator.control.roles import Announced, Roles
 from sglang_ext.simulator.crowd import after, crowd
 from sglang_ext.simulator.disk import NamedDisk
 from sglang_ext.simulator.instance import Instance
@@ -133,6 +134,8 @@ class Simulation:
         self.outcome = Outcome()
         self.instances: dict[str, Instance] = {}
         self._agents: dict[str, Agent] = {}
+        self._numbers: dict[str, tuple[int, int]] = {}
+        """Number and epoch of each instance."""
         self._disks: dict[str, NamedDisk] = {}
         """Of instances that have died."""
         self._draw = random.Random(f"hints {settings.seed}")
@@ -151,6 +154,11 @@ class Simulation:
             self._wires.took,
             tenants,
         )
+        self.roles: Roles | None = None
+        if settings.role_controller != "off":
+            self.roles = Roles(
+                settings, self._clock, loop, self.router, self.instances, self._agents, self._announced
+            )
         self._epochs = itertools.count(1)
         self._until_s = settings.seconds if settings.crowd else math.inf
         self.progress: Progress = _unseen
@@ -174,6 +182,8 @@ class Simulation:
             self._rounds.append(asyncio.ensure_future(self.router.spill()))
         if self.announcements:
             self._rounds.append(asyncio.ensure_future(self._announce_all()))
+        if self.roles is not None:
+            self._rounds += [asyncio.ensure_future(each) for each in self.roles.rounds()]
         if self.settings.failures:
             self._rounds.append(asyncio.ensure_future(self._fail()))
         await self._clock.sleep(4 * self.settings.lag_ms / 1e3)
@@ -194,7 +204,9 @@ class Simulation:
         for task in rest:
             task.cancel()
         self.router.channels.stop()
-        await asyncio.gather(*rest, return_exceptions=True)
+        for ended in await asyncio.gather(*rest, return_exceptions=True):
+            if isinstance(ended, Exception):
+                raise ended
 
     def _session_ended(self, task: asyncio.Task[None]) -> None:
         del self._going[task]
@@ -288,9 +300,23 @@ class Simulation:
             self._disks.pop(name, None),
         )
         agent.meet(instance)
+        self.instances[name], self._agents[name] = instance, agent
+        self._numbers[name] = number, epoch
+        if self.roles is not None:
+            self.roles.register(name, role)
+            return
+        registration, facts = self._announced(name, role)
+        fleet = self.router.fleet
+        fleet.join(name, registration)
+        fleet.learnt(name, facts)
+        offset_s = HEARTBEAT_S * (number % 1000) / 1000
+        self.router.channels.connect(name, registration, role, agent, offset_s, self.reports.get(name))
+
+    def _announced(self, name: str, role: Role) -> Announced:
+        """A living instance as it registers in a role, and its facts."""
+        number, epoch = self._numbers[name]
         kind = self._kind(number)
         exports = self.settings.fetch and bool(kind) and role is not Role.DECODE
-        self.instances[name], self._agents[name] = instance, agent
         registration = Registration(
             url=name,
             instance=f"i{number}",
@@ -301,14 +327,10 @@ class Simulation:
             role=role.value,
             for_others=self.settings.for_others if exports else 0,
         )
-        facts = InstanceFacts(
-            MODEL, "1", str(epoch), role.value, "", batching=Batching(chunk=self.settings.chunk)
-        )
-        fleet = self.router.fleet
-        fleet.join(name, registration)
-        fleet.learnt(name, facts)
-        offset_s = HEARTBEAT_S * (number % 1000) / 1000
-        self.router.channels.connect(name, registration, role, agent, offset_s, self.reports.get(name))
+        return registration, InstanceFacts(
+            MODEL, "1", str(epoch), role.value, "", batching=Batching(chunk=self.settings.chunk),
+            changes_role=self.settings.role_controller != "off",
+        )  # fmt: skip
 
     async def _fail(self) -> None:
         """Instances die at random, and start anew."""
@@ -323,6 +345,8 @@ class Simulation:
         name = self._name(number)
         dead = self._collect(self.instances.pop(name), self._agents.pop(name))
         dead.die()
+        if self.roles is not None:
+            self.roles.died(name)
         self.outcome.counts["deaths"] = self.outcome.counts.get("deaths", 0) + 1
         if dead.engine.drive is not None:
             self._disks[name] = dead.engine.drive.tier
@@ -390,6 +414,11 @@ class Simulation:
             link.moved for link in self._wires.links if link.name.endswith(" in")
         )
         self.outcome.counts |= self.router.counts
+        if self.roles is not None:
+            self.outcome.counts |= self.roles.counts()
+            self.outcome.role_changes = [
+                (at - began, name, role.value) for at, name, role in self.roles.changes
+            ]
         self.outcome.counts["events applied"] = self.router.channels.events_applied
 
     def _regret(self) -> None:
@@ -410,6 +439,8 @@ class Simulation:
         self.router.advisor.check()
         self.router.admission.check()
         self.router.tenants.check()
+        if self.roles is not None:
+            self.roles.check()
         index = self.router.index
         assert index.given_up_blocks + index.evicted_blocks == 0, "the index has no room"
         for instance in self.instances.values():

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from sglang_ext.errors import ConfigError
+from sglang_ext.router.cluster.role_controller import MODES
 from sglang_ext.router.dispatch.queueing import queue_policy_named
 
 BLOCK_TOKENS: Final = 16
@@ -40,6 +41,12 @@ class Settings:
     pd_caching: int = 1
     """See ``--kv-pd-caching``: 2: decode keeps KV for later requests, too; 3: it gives prefill the KV that
     it has computed."""
+    role_controller: str = "off"
+    """Whether instances change between prefill and decode, as the router's flags of this name and of the next
+    one say: off, dry-run or on."""
+    role_dwell_secs: float = 60.0
+    role_switch_s: float = 2.0
+    """For which a server that changes its role serves in neither, once it is drained."""
     chunk: int = 2048
     """Prompt tokens of a forward pass (``--chunked-prefill-size``)."""
     running: int = 256
@@ -126,11 +133,11 @@ OF_KEYS: Final = ("requests_per_second", "burst", "concurrent", "tokens_per_minu
 _MULTIPLES: Final = (
     "instances", "requests", "rate", "hbm", "dram", "disk", "disk_read", "disk_write", "chunk", "running",
     "network", "for_others", "queue_weight", "exec_weight", "crowd", *OF_KEYS, "bytes_per_minute",
-    "max_concurrent_requests", "queue_size", "queue_timeout_secs",
+    "max_concurrent_requests", "queue_size", "queue_timeout_secs", "role_dwell_secs", "role_switch_s",
 )  # fmt: skip
 NOT_RECORDED: Final = (
-    "disk_read", "disk_write", "pd_caching", "running", "layers", "lag_ms", "network", "for_others",
-    "spill_above", "spill_blocks", "closed",
+    "disk_read", "disk_write", "pd_caching", "running", "layers", "lag_ms", "network", "role_controller",
+    "role_dwell_secs", "role_switch_s", "for_others", "spill_above", "spill_blocks", "closed",
 )  # fmt: skip
 """Settings of a fleet and its users that a recording lacks: ``--settings`` describes the recorded fleet by
 them."""
@@ -235,8 +242,26 @@ def checked(settings: Settings) -> Settings:
         settings = dataclasses.replace(settings, instances=settings.prefill + settings.decode)
     if not 0 <= settings.hints <= 1:
         raise ConfigError(f"hints is a share, not {settings.hints}", field=FIELD)
+    _check_roles(settings)
     _check_limits(settings)
     return settings
+
+
+def _check_roles(settings: Settings) -> None:
+    """Refuse a controller of roles where the product has none."""
+    if settings.role_controller not in MODES:
+        raise ConfigError(f"role_controller is one of {', '.join(MODES)}", field=FIELD)
+    if settings.role_dwell_secs <= 0 or settings.role_switch_s < 0:
+        raise ConfigError("role_dwell_secs must be greater than 0, role_switch_s at least 0", field=FIELD)
+    if settings.role_controller == "off":
+        return
+    if not settings.prefill:
+        raise ConfigError("role_controller needs prefill and decode", field=FIELD)
+    if settings.pd_caching < 2:
+        raise ConfigError(
+            "role_controller needs pd_caching=2 or 3: a server that changes its role keeps its cache in both",
+            field=FIELD,
+        )
 
 
 def _check_limits(settings: Settings) -> None:

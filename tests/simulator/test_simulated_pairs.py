@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from sglang_ext.cost_model import CostModel
@@ -14,6 +16,8 @@ from sglang_ext.simulator.virtual_time import VirtualLoop
 from sglang_ext.simulator.workload import mixed
 from sglang_ext.tiers import Tier
 
+AFTER_S = 5.0
+"""In which the returns of the last answers end."""
 FLEET = "requests=80,policy=cost,hbm=1000,dram=1200,fetch=off,rate=1"
 
 
@@ -24,6 +28,7 @@ def run(what: str) -> tuple[Simulation, Outcome]:
     simulation = Simulation(settings, CostModel(), loop, mixed(settings))
     try:
         loop.run_until_complete(simulation.run())
+        loop.run_until_complete(asyncio.sleep(AFTER_S))
         simulation.check()
     finally:
         loop.close()

@@ -265,6 +265,16 @@ def test_two_runs_of_one_seed_write_the_same_bytes() -> None:
     assert tenants["tenant-1"]["requests"] > 5
 
 
+def test_two_runs_with_changes_of_roles_write_the_same_bytes() -> None:
+    roles = "role_controller=on,role_dwell_secs=3"
+    found = written_twice(
+        "--requests", "120", "--what-if", roles,
+        "--settings", "prefill=2,decode=2,pd_caching=3,rate=4,hbm=700,tenants=2,concurrent=40",
+    )  # fmt: skip
+    assert found[roles]["role_changes"]
+    assert not found["as given"]["role_changes"]
+
+
 def test_two_runs_of_a_recording_write_the_same_bytes(tmp_path: Path) -> None:
     """With disks; and with pairs and returns beside it."""
     path = tmp_path / "day.jsonl"

@@ -1,1 +1,1 @@
-"""The router's control of a simulated fleet: the limits of its tenants."""
+"""The router's control of a simulated fleet: the limits of its tenants, and the roles of instances."""
