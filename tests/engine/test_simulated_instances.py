@@ -152,6 +152,7 @@ LOADS = {
             "answers of known lengths", "instances=1,hbm=250,dram=3000,ignore_eos=on", 40, 6.0, 6, **ANSWERS
         ),
         Load("four instances with disks", "instances=4,hbm=250,dram=400,disk=3000", sessions=120, rate=8.0),
+        Load("sixteen instances", "instances=16,hbm=250,dram=700", sessions=240, rate=32.0),
     )
 }
 SHORT = list(LOADS)[:8]
