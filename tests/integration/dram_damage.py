@@ -12,6 +12,9 @@ from huge_values import make_last_huge
 
 from sglang_ext.cluster.guard import descendants
 
+LINE = 64
+"""Bytes, of which `last_change` looks at all."""
+
 
 def arena_files(server_pid: int) -> list[Path]:
     """The DRAM arenas of a server's processes, as files that can be opened."""
@@ -47,7 +50,14 @@ def make_huge(arena: Path, offset: int) -> int:
 
 
 def last_change(arena: Path, before: npt.NDArray[np.uint8]) -> int:
-    """The offset of the last byte that has changed; 0 while none has or more are changing."""
+    """The offset of the last byte of KV that has changed; 0 while none has or more are changing.
+
+    Behind the blocks of an arena are their generations, of which a byte changes where a block is given up: of
+    KV, most bytes of a line change.
+    """
     now = snapshot(arena)
-    changed = np.flatnonzero(now != before)
-    return int(changed[-1]) if changed.size and np.array_equal(now, snapshot(arena)) else 0
+    changed = (now != before)[: now.size // LINE * LINE].reshape(-1, LINE)
+    lines = np.flatnonzero(changed.sum(axis=1) > LINE // 2)
+    if not lines.size or not np.array_equal(now, snapshot(arena)):
+        return 0
+    return int(lines[-1]) * LINE + int(np.flatnonzero(changed[lines[-1]])[-1])
