@@ -69,6 +69,7 @@ class Peers(Planner):
             instance has ranks.
         namespace: where the KV of a tenant's prompts belongs now, from its ``extra_key`` and ``cache_salt``.
         fresh: whether the weights are those that the link's namespace names.
+        behind: how many tokens after a block are part of its name.
     """
 
     def __init__(
@@ -84,12 +85,14 @@ class Peers(Planner):
         on_result: Callable[[FetchResult], None] = lambda result: None,
         rank: int = 0,
         endpoints: int = 1,
+        behind: int = 0,
     ) -> None:
         self.exports = exports
         self.fetches = fetches
         self.link = link
         self._clock = clock
         self._step = block_tokens * TOKEN_BYTES
+        self._behind = behind * TOKEN_BYTES
         self._namespace = namespace
         self._fresh = fresh
         self._rank = rank
@@ -118,7 +121,7 @@ class Peers(Planner):
         self.exports.export(message.export, namespace, key, message.ttl_s, leaving=message.spills)
 
     def wanted(self, message: Export) -> tuple[Hashable, bytes]:
-        """The namespace of an export, and the whole blocks of its prompt."""
+        """The namespace of an export, and the whole blocks of its prompt, with the tokens of their names."""
         # Peers know this instance by its first weights: with other weights, export no block.
         key = self._whole(message.tokens) if self._fresh() else b""
         return self._namespace(message.extra_key, message.cache_salt), key
@@ -173,7 +176,8 @@ class Peers(Planner):
         )
 
     def _whole(self, tokens: bytes) -> bytes:
-        return tokens[: len(tokens) // self._step * self._step]
+        blocks = max(0, len(tokens) - self._behind) // self._step
+        return tokens[: blocks * self._step + self._behind] if blocks else b""
 
     def waits(self, namespace: Hashable, key: bytes) -> bool:
         """Whether a request with this prompt is to wait."""

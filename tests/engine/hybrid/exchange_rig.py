@@ -48,6 +48,7 @@ class Exchange:
         facts: Mapping[Component, str] | None = None,
         rank: tuple[int, int] = (0, 1),
         handed_over: Sequence[PoolSpec] = (),
+        behind: int = 0,
     ) -> None:
         pools = [
             component_pool(component, part.memory.arena, (facts or {}).get(component, "same"))
@@ -78,6 +79,7 @@ class Exchange:
             on_result=self.results.append,
             rank=rank[0],
             endpoints=rank[1],
+            behind=behind,
         )
 
     @property

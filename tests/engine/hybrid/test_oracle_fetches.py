@@ -11,6 +11,8 @@ from functools import partial
 from typing import Any
 
 import pytest
+from engine_drafts import GRID, PAGED_WINDOW
+from engine_drafts import STATES as DRAFTED_STATES
 from engine_hybrid_store import Sizes, StoreBelow
 from engine_hybrids import SCENARIOS, HybridRank, HybridScenario
 from engine_movers import until
@@ -18,6 +20,7 @@ from engine_page_pools import COMPRESSED, GROUPED, LOW_RATIO, PAGE, QSA, whole
 from engine_pools import WrongKvError
 from engine_simulation import Traffic
 from exchange_rig import Exchange
+from test_oracle_drafts import zero_the_last_row
 from test_oracle_store import BOTH, PAGED, PROMPT, STATES, WINDOW, damage, flip_a_bit
 
 from sglang_ext.clock import SystemClock
@@ -40,8 +43,10 @@ class Engine:
         below, page = self.rank.below, scenario.kind.page
         assert isinstance(below, StoreBelow)
         self.store = below.store
-        names = partial(names_of_prompt, page_size=page, pairs=self.rank.cache.tree_core.is_eagle)
-        self.exchange = Exchange(self.store, below._weights, names, SystemClock(), number=number)
+        pairs = self.rank.cache.tree_core.is_eagle
+        names = partial(names_of_prompt, page_size=page, pairs=pairs)
+        clock = SystemClock()
+        self.exchange = Exchange(self.store, below._weights, names, clock, number=number, behind=int(pairs))
         self.rank.cache.join([self.exchange.peers, self.exchange.transfers])
 
     def passes_until(self, condition: Callable[[], bool], what: str) -> None:
@@ -114,6 +119,29 @@ def test_a_prompt_of_another_instance_is_found(pair: Pair, prompt: list[int], da
         reader.passes_until(lambda: req.finished() and reader.rank.scheduler.idle, "the request")
         assert reader.rank.scheduler.loaded == len(prompt)
         assert req.cached_tokens == len(prompt)
+    assert reader.exchange.fetches.counters.ends[FetchEnd.DONE] == 1
+
+
+@pytest.mark.parametrize("damaged", [False, True], ids=["sound", "a row of zeros"])
+@pytest.mark.parametrize("scenario", [PAGED_WINDOW, DRAFTED_STATES, GRID], ids=str)
+def test_a_draft_s_rows_come_with_a_prompt(pair: Pair, damaged: bool) -> None:
+    """EAGLE: the last page has a name with the token behind it, which routers send."""
+    owner, reader = pair
+    prompt = [*PROMPT, 1, 2, 3]
+    owner.rank.serve(prompt)
+    owner.rank.settle()
+    if damaged:
+        damage(owner.rank, "full", zero_the_last_row)
+        owner.rank.below.check = lambda rank: None
+        reader.rank.look_inside = False
+    owner.exchange.export(prompt)
+    reader.exchange.fetch([(owner.exchange.address,)], prompt)
+    owner.passes_until(lambda: not owner.exchange.exports._asked, "the export")
+    req = reader.rank.scheduler.submit([*prompt, 1, 2, 3], new_tokens=8)
+    with pytest.raises(WrongKvError, match=r"^draft of .* in forward") if damaged else nullcontext():
+        reader.passes_until(lambda: req.finished() and reader.rank.scheduler.idle, "the request")
+        page = owner.rank.pools.kind.page
+        assert reader.rank.scheduler.loaded == len(prompt) // page * page
     assert reader.exchange.fetches.counters.ends[FetchEnd.DONE] == 1
 
 

@@ -115,7 +115,9 @@ class _Building:
         self.ctx, self.config = ctx, config
         self.kvcache = ctx.params.token_to_kv_pool_allocator.get_kvcache()
         self.drafts = Drafts(PROCESS.drafts)
-        self.names = partial(names_of_prompt, page_size=ctx.params.page_size, pairs=cache.tree_core.is_eagle)
+        pairs = cache.tree_core.is_eagle
+        self.names = partial(names_of_prompt, page_size=ctx.params.page_size, pairs=pairs)
+        self.behind = int(pairs)
         self.window_tokens = cache.sliding_window_size
         self.pools = component_pools(ctx.params, self.window_tokens, self.drafts)
         self.ranks = Ranks(least_over(ctx.params.tp_cache_group), check=config.check)
@@ -156,6 +158,7 @@ class _Building:
             epoch,
             self.drafts,
             self.names,
+            self.behind,
             self._handed_over(),
             replies.reply_to_fetch,
         )

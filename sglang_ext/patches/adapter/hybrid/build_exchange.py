@@ -49,6 +49,7 @@ def exchange_of(
     epoch: bytes,
     drafts: Drafts,
     names: NamesOf,
+    behind: int,
     handed_over: Sequence[PoolSpec],
     on_result: Callable[[FetchResult], None],
 ) -> Exchange | None:
@@ -57,6 +58,7 @@ def exchange_of(
     Args:
         namespaces: of each component, the digest of everything but the tokens that its bytes depend on.
         names: as SGLang's tree names pages.
+        behind: how many tokens after a page are part of its name.
         handed_over: memory from which the same thread hands requests over to decode servers.
         on_result: replies to routers, in rank 0.
     """
@@ -87,5 +89,6 @@ def exchange_of(
         on_result=on_result,
         rank=ctx.tp_rank,
         endpoints=len(endpoints),
+        behind=behind,
     )
     return Exchange(peers, transfers, endpoints)
