@@ -21,12 +21,13 @@ import pytest
 from router_rig import until
 from token_requests import random_prompt
 
-from sglang_ext.cost_model import CostModel
 from sglang_ext.protocol.recording import Applied, Loaded, Request, read_recording
 from sglang_ext.router import Router, RouterConfig
 from sglang_ext.router.shadow import ShadowRouter
-from sglang_ext.simulator.command import Arguments, settings_of
+from sglang_ext.simulator.command import Arguments, model_of, settings_of
+from sglang_ext.simulator.outcome import Outcome
 from sglang_ext.simulator.run import simulate
+from sglang_ext.simulator.settings import Settings
 from sglang_ext.simulator.trace import Trace, read_trace
 from tests.support.leaks import LeakGuard
 from tests.support.servers.ports import free_port
@@ -102,15 +103,14 @@ async def play(url: str, load: list[Talk]) -> list[str]:
 
 @dataclass(frozen=True)
 class Recorded:
-    """One run. lines: of its recording. shadow: of the shadow's. metrics, explained, costs: the router's, at
-    the end."""
+    """One run. lines: of its recording. shadow: of the shadow's. metrics, explained: the router's, at the
+    end."""
 
     requests: int
     lines: list[bytes]
     shadow: list[bytes]
     metrics: str
     explained: dict[str, object]
-    costs: CostModel
 
     def trace(self) -> Trace:
         return read_trace(self.lines)
@@ -146,7 +146,6 @@ async def _run(folder: Path) -> Recorded:
                     metrics = await answer.text()
                 async with client.get(f"{router.url}/explain/{ids[-1]}") as answer:
                     explained = await answer.json()
-            costs = router.costs.model
             router.check()
         urls = tuple(server.url for server in servers)
         config = RouterConfig(port=free_port(), shadow=True, worker_urls=urls, record=str(shadowed))
@@ -159,7 +158,6 @@ async def _run(folder: Path) -> Recorded:
         shadowed.read_bytes().splitlines(keepends=True),
         metrics,
         explained,
-        costs,
     )
 
 
@@ -171,12 +169,17 @@ def recorded(
         yield asyncio.run(_run(tmp_path_factory.mktemp("replay")))
 
 
+def replay(trace: Trace, settings: Settings) -> Outcome:
+    """As the command does it: with the costs that the recording has."""
+    return simulate(settings, model_of(Arguments(), trace), trace)
+
+
 def test_the_simulator_decides_as_the_router_did(recorded: Recorded) -> None:
     """And with other settings it does not."""
     trace = recorded.trace()
     settings = settings_of(Arguments(), trace)
     assert recorded.requests == len(trace.sessions) >= 300
-    found = dict(simulate(settings, trace=trace, expected=recorded.costs).agreement)
+    found = dict(replay(trace, settings).agreement)
     shown = {"as recorded": found}
     changes: list[dict[str, Any]] = [
         {"queue_weight": 2.0},
@@ -184,9 +187,9 @@ def test_the_simulator_decides_as_the_router_did(recorded: Recorded) -> None:
         {"policy": "least-load"},
     ]
     for change in changes:
-        other = simulate(replace(settings, **change), trace=trace, expected=recorded.costs)
-        shown[str(change)] = dict(other.agreement)
+        shown[str(change)] = dict(replay(trace, replace(settings, **change)).agreement)
     print(json.dumps(shown, indent=1))
+    assert trace.costs
     assert found["requests"] == recorded.requests
     assert found["instance"] >= 0.99
     assert found["exact_hits"] >= 0.95
@@ -206,8 +209,7 @@ def test_what_was_chosen_and_found_is_not_read(recorded: Recorded) -> None:
     trace, without = recorded.trace(), read_trace(blank)
     settings = settings_of(Arguments(), trace)
     assert not without.decided
-    blanked = simulate(settings, trace=without, expected=recorded.costs)
-    assert blanked.decided == simulate(settings, trace=trace, expected=recorded.costs).decided
+    assert replay(without, settings).decided == replay(trace, settings).decided
 
 
 def test_a_recording_has_all_that_happened_and_no_text(recorded: Recorded) -> None:
