@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from sglang_ext.engine.movers.cuda_mover import CudaMover
-from sglang_ext.engine.movers.mover import BlockIds, Near
+from sglang_ext.engine.movers.mover import BlockIds, LayerGate, Near
 from sglang_ext.patches.adapter.hbm import pool_geometry
 from sglang_ext.tiered_store.dram.arena import DramArena
 
@@ -153,6 +153,57 @@ def test_a_pass_waits_for_each_layer(gpu: Gpu, waits: bool) -> None:
     torch.cuda.synchronize()
     assert torch.equal(torch.stack(read), before) is waits
     assert mover.loads_done() == 1
+    mover.close()
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["as-built", "twin"])
+def test_a_captured_pass_is_replayed_after_the_load(gpu: Gpu, waits: bool) -> None:
+    """A CUDA graph calls no Python for its layers: SGLang waits for the last layer before each replay."""
+    mover = gpu.mover()
+    gate = LayerGate(mover, LAYERS)
+    source, target, blocks = slots_of(0, 5), slots_of(9, 5), gpu.blocks(5)
+    before = gpu.kv(source)
+    mover.write(source, blocks)
+    mover.settle()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=gpu.forward):
+        read = gpu.kv(target)
+    for loaded in range(2):
+        store(gpu.planes, target, 7.0)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(mover._load_stream):
+            torch.cuda._sleep(BUSY)
+        gate.set_consumer(mover.load(target, blocks))
+        with torch.cuda.stream(gpu.forward):
+            if waits:
+                gate.wait_until(gate.num_layers - 1)
+            graph.replay()
+            seen = read.clone()
+        assert mover.loads_done() == loaded, "the host waited for the load"
+        torch.cuda.synchronize()
+        assert torch.equal(seen, before) is waits
+        assert mover.loads_done() == loaded + 1
+    mover.close()
+
+
+@pytest.mark.parametrize("follows", [True, False], ids=["as-built", "twin"])
+def test_a_load_comes_after_a_captured_pass_that_stores_to_its_slots(gpu: Gpu, follows: bool) -> None:
+    mover = gpu.mover(None if follows else torch.cuda.Stream())
+    source, target, blocks = slots_of(0, 5), slots_of(9, 5), gpu.blocks(5)
+    before = gpu.kv(source)
+    mover.write(source, blocks)
+    mover.settle()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=gpu.forward):
+        torch.cuda._sleep(BUSY)
+        store(gpu.planes, target, 7.0)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(gpu.forward):
+        graph.replay()
+    mover.load(target, blocks)
+    assert not gpu.forward.query(), "the host waited for the pass"
+    torch.cuda.synchronize()
+    assert torch.equal(gpu.kv(target), before) is follows
     mover.close()
 
 
