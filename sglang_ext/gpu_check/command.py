@@ -25,7 +25,7 @@ class Arguments(Flagged):
     prog = PROG
     description = (
         "Check this machine's GPU: the card and its link, copies between GPU memory and DRAM (bytes, order, "
-        "speed), a server's answers from each tier, and whether prefill and decode can be apart. Takes about "
+        "speed), a server's answers from each tier, and those of prefill and decode apart. Takes about "
         "five minutes and no network. The exit status is 0 when all is well, 1 when there are problems."
     )
 
@@ -34,7 +34,7 @@ class Arguments(Flagged):
         "Serve this model, not one of the shape of Llama-3.2-1B that is made on the spot.",
         Parser(str, "MODEL"),
     )
-    quick: bool = flag(False, "Without a server: under a minute.")
+    quick: bool = flag(False, "Without servers: under a minute.")
     json: bool = flag(False, "Print one JSON object instead of text.")
 
 
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def quick_steps() -> list[Step]:
-    """All steps but the server."""
+    """All steps without a server."""
     from sglang_ext.engine.gpu_link import measure
     from sglang_ext.gpu_check import copies, facts
 
@@ -101,6 +101,7 @@ def verdict(found: Sequence[Finding]) -> dict[str, object]:
 
 
 def _server(model: str | None) -> Iterator[Finding]:
+    from sglang_ext.gpu_check.facts import pairs
     from sglang_ext.gpu_check.models import write_model
     from sglang_ext.gpu_check.serving import Plan, answers
 
@@ -109,4 +110,5 @@ def _server(model: str | None) -> Iterator[Finding]:
         if model is None:
             path.mkdir()
             write_model(path)
-        yield from answers(Plan(path if model is None else Path(model), Path(folder)))
+        pair = pairs().level is Level.OK
+        yield from answers(Plan(path if model is None else Path(model), Path(folder), pair=pair))

@@ -1,4 +1,4 @@
-"""Steps 1 and 5: the card, its driver and its libraries, and transports of KV."""
+"""Step 1: the card, its driver and its libraries, and transports of KV."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def _transports(subject: str, against: Reasons, without: str) -> Finding:
 
 
 def pairs() -> Finding:
-    """Step 5: whether prefill and decode can be apart, by the transports that carry a pool in this GPU's
+    """Whether prefill and decode can be apart, by the transports that carry a pool in this GPU's
     memory, which is really exported, and registered with the adapter, where there is one."""
     pool = torch.zeros(1 << 20, dtype=torch.uint8, device="cuda")
     regions = RegionTable()
@@ -172,7 +172,7 @@ def pairs() -> Finding:
         if reason is None
     ]
     if usable:
-        text = f"can be apart: the GPU's memory travels by {', '.join(usable)}; no pair was started"
+        text = f"can be apart: the GPU's memory travels by {', '.join(usable)}"
         return Finding(Level.OK, "prefill/decode", text)
     text = "; ".join(f"{name}: {reason}" for name, reason in against.items())
     advice = way_out(list(regions)) or ""

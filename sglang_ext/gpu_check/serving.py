@@ -1,8 +1,9 @@
-"""Step 4: a whole server on this GPU, whose answers from each tier are its cold ones.
+"""Steps 4 and 5: a whole server on this GPU, whose answers from each tier are its computed ones, and a
+prefill and a decode server on it, whose answers are those too.
 
-It runs with SGLang's defaults, overlap and graphs among them, and ``--enable-deterministic-inference``,
-without which log probabilities differ in their last bits by the batch. It is asked with token ids, so that a
-model of noise serves as well as a real one.
+They run with SGLang's defaults, overlap and graphs among them, and ``--enable-deterministic-inference``,
+without which log probabilities differ in their last bits by the batch. They are asked with token ids, so that
+a model of noise serves as well as a real one.
 
 The prompt is computed twice. An answer of a tier may differ from the computed one as much as the two computed
 ones differ from each other, and by ``FLOOR`` where they are equal.
@@ -20,15 +21,16 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from sglang_ext.addresses import Ports
 from sglang_ext.cluster.doctor.findings import Finding, Level
-from sglang_ext.cluster.plan import LOOPBACK
+from sglang_ext.cluster.plan import LOOPBACK, TRANSFER_FLAG
 from sglang_ext.cluster.process import GUARD, tail
 
 START_SECONDS = 300.0
@@ -42,15 +44,16 @@ FIRST_PORT = 31_900
 
 @dataclass(frozen=True)
 class Plan:
-    """How the server is started and asked.
+    """How servers are started and asked.
 
     Args:
         model: a folder.
-        folder: for its disk tier and its log.
+        folder: for the disk tier and logs.
         run: arguments of Python that start a server.
-        flags: more of the server's.
+        flags: more of each server's.
         prompt: tokens of the prompt that is asked again and again.
         pool: tokens in HBM.
+        pair: whether prefill and decode are tried apart.
     """
 
     model: Path
@@ -59,14 +62,22 @@ class Plan:
     flags: Sequence[str] = ("--enable-deterministic-inference",)
     prompt: int = 2048
     pool: int = 16_384
+    pair: bool = False
     start_seconds: float = START_SECONDS
 
-    def command(self, port: int) -> list[str]:
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """Flags of a server with HBM, DRAM and disk."""
+        return (
+            *("--radix-cache-backend", "global", "--kv-load-policy", "always"),
+            *("--kv-disk-path", str(self.folder / "disk"), "--kv-disk-size", "2GB"),
+        )
+
+    def command(self, port: int, flags: Sequence[str]) -> list[str]:
         return [
             *(sys.executable, *self.run, "--model-path", str(self.model)),
             *("--host", LOOPBACK, "--port", str(port), "--max-total-tokens", str(self.pool)),
-            *("--radix-cache-backend", "global", "--kv-dram-size", "2GiB", "--kv-load-policy", "always"),
-            *("--kv-disk-path", str(self.folder / "disk"), "--kv-disk-size", "2GB", *self.flags),
+            *("--kv-dram-size", "2GiB", *flags, *self.flags),
         ]
 
 
@@ -93,53 +104,75 @@ class StartError(RuntimeError):
 
 
 @contextmanager
-def server(plan: Plan) -> Iterator[str]:
-    """The URL of a server that runs meanwhile.
+def servers(plan: Plan, parts: Mapping[str, Sequence[str]]) -> Iterator[list[str]]:
+    """The URLs of servers that run meanwhile, all started at once.
+
+    Args:
+        parts: the flags of each by its name, after which its log is called.
 
     Raises:
-        StartError: see there.
+        StartError: one of them does not serve.
     """
-    log = plan.folder / "server.log"
+    with ExitStack() as running:
+        with Ports() as ports:
+            places = ports.free_after(FIRST_PORT, len(parts))
+            begun = [
+                running.enter_context(_process(plan, plan.folder / f"{name}.log", port, flags))
+                for port, (name, flags) in zip(places, parts.items(), strict=True)
+            ]
+        urls = [f"http://{LOOPBACK}:{port}" for port in places]
+        for url, process, name in zip(urls, begun, parts, strict=True):
+            _wait(url, process, plan.start_seconds, plan.folder / f"{name}.log")
+        yield urls
+
+
+@contextmanager
+def _process(plan: Plan, log: Path, port: int, flags: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
     watch, own = os.pipe()
-    with Ports() as ports:
-        (port,) = ports.free_after(FIRST_PORT, 1)
-        guarded = [sys.executable, "-I", "-S", str(GUARD), str(watch), "5", "--", *plan.command(port)]
-        with log.open("wb") as out:
-            process = subprocess.Popen(
-                guarded, stdin=subprocess.DEVNULL, stdout=out, stderr=out, pass_fds=(watch,), cwd=plan.folder
-            )
-        os.close(watch)
+    guarded = [sys.executable, "-I", "-S", str(GUARD), str(watch), "5", "--", *plan.command(port, flags)]
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            guarded, stdin=subprocess.DEVNULL, stdout=out, stderr=out, pass_fds=(watch,), cwd=plan.folder
+        )
+    os.close(watch)
+    try:
+        yield process
+    finally:
+        process.send_signal(signal.SIGTERM)
         try:
-            url = f"http://{LOOPBACK}:{port}"
-            _wait(url, process, plan.start_seconds, log)
-            yield url
-        finally:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            os.close(own)
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        os.close(own)
 
 
 def _wait(url: str, process: subprocess.Popen[bytes], seconds: float, log: Path) -> None:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if process.poll() is not None:
-            raise StartError("the server ended: " + " | ".join(tail(log)[-5:]))
+            raise StartError(f"the {log.stem} ended: " + " | ".join(tail(log)[-5:]))
         try:
             urllib.request.urlopen(url + "/health", timeout=5).close()
             return
         except (urllib.error.URLError, OSError):
             time.sleep(0.5)
-    raise StartError(f"the server did not answer in {seconds:.0f} s: " + " | ".join(tail(log)[-5:]))
+    raise StartError(f"the {log.stem} did not answer in {seconds:.0f} s: " + " | ".join(tail(log)[-5:]))
 
 
-def ask(url: str, ids: Sequence[int], tokens: int = ANSWER_TOKENS, *, extra_key: str | None = None) -> Answer:
+def ask(
+    url: str,
+    ids: Sequence[int],
+    tokens: int = ANSWER_TOKENS,
+    *,
+    extra_key: str | None = None,
+    pair: Mapping[str, object] | None = None,
+) -> Answer:
     """The greedy answer to token ids, streamed.
 
-    extra_key: KV is found only by requests with the same one.
+    Args:
+        extra_key: KV is found only by requests with the same one.
+        pair: fields by which a prefill and a decode server find each other.
     """
     body = {
         "input_ids": list(ids),
@@ -147,6 +180,7 @@ def ask(url: str, ids: Sequence[int], tokens: int = ANSWER_TOKENS, *, extra_key:
         "return_logprob": True,
         "stream": True,
         "extra_key": extra_key,
+        **(pair or {}),
     }
     request = urllib.request.Request(
         url + "/generate", json.dumps(body).encode(), {"content-type": "application/json"}
@@ -192,12 +226,23 @@ def _tier(meta: dict[str, Any], prompt: int) -> str:
     return tier if found[tier] > prompt / 2 else "computed"
 
 
+def ask_pair(prefill: str, decode: str, bootstrap_port: int, ids: Sequence[int]) -> Answer:
+    """Decode's answer to token ids whose KV prefill hands over, with the tier in which prefill found them."""
+    room = random.randrange(1, 1 << 63)
+    pair = {"bootstrap_host": LOOPBACK, "bootstrap_port": bootstrap_port, "bootstrap_room": room}
+    with ThreadPoolExecutor(1) as beside:
+        first = beside.submit(ask, prefill, ids, pair=pair)
+        answer = ask(decode, ids, pair=pair)
+        return replace(answer, tier=first.result().tier)
+
+
 def answers(plan: Plan) -> Iterator[Finding]:
-    """A finding for each tier; one problem where the server does not start."""
+    """A finding for each tier, and one for prefill and decode apart if they are tried; one problem where a
+    server does not start."""
     rng = random.Random(7)
     prompt = [rng.randrange(100, 30_000) for _ in range(plan.prompt)]
     try:
-        with server(plan) as url:
+        with servers(plan, {"server": plan.tiers}) as (url,):
             # This one first: it compiles kernels, and a small pool keeps only the other for the hit in HBM.
             again = ask(url, prompt, extra_key=AGAIN)
             cold = ask(url, prompt)
@@ -208,36 +253,60 @@ def answers(plan: Plan) -> Iterator[Finding]:
                 ask(url, [rng.randrange(100, 30_000) for _ in prompt], 1)
             yield _compared("DRAM", cold, ask(url, prompt), bound)
             time.sleep(2.0)  # until the blocks of DRAM are on disk
-        with server(plan) as url:
+        with servers(plan, {"server": plan.tiers}) as (url,):
             yield _compared("disk", cold, ask(url, prompt), bound)
     except StartError as error:
-        advice = f"The whole log is in {plan.folder}/server.log while this command runs; --kv-dram-size 0 "
-        yield Finding(Level.PROBLEM, "server", str(error), advice + "shows whether SGLang starts without us")
+        yield _not_started(error, "server", plan, "--kv-dram-size 0 shows whether SGLang starts without us")
+        return
+    if plan.pair:
+        yield from _apart(plan, prompt, cold, bound)
 
 
-def _compared(tier: str, cold: Answer, found: Answer, bound: float) -> Finding:
-    """The verdict on a tier's answer.
+def _apart(plan: Plan, prompt: Sequence[int], cold: Answer, bound: float) -> Iterator[Finding]:
+    """Step 5: prefill and decode on this GPU. Prefill computes the prompt, and then has it in HBM."""
+    apart = (TRANSFER_FLAG, "global", "--disaggregation-mode")
+    try:
+        with Ports() as ports:
+            (bootstrap,) = ports.free_after(FIRST_PORT + 100, 1)
+            prefill = (*apart, "prefill", "--disaggregation-bootstrap-port", str(bootstrap))
+            with servers(plan, {"prefill": prefill, "decode": (*apart, "decode")}) as urls:
+                for tier in ("computed", "HBM"):
+                    answer = ask_pair(urls[0], urls[1], bootstrap, prompt)
+                    yield _compared(tier, cold, answer, bound, apart=True)
+    except StartError as error:
+        yield _not_started(error, "prefill/decode", plan, "`sglang-ext doctor` looks at flags and transports")
 
-    bound: the difference of two computed answers.
+
+def _not_started(error: StartError, subject: str, plan: Plan, advice: str) -> Finding:
+    logs = f"The whole logs are in {plan.folder} while this command runs"
+    return Finding(Level.PROBLEM, subject, str(error), f"{logs}; {advice}")
+
+
+def _compared(tier: str, cold: Answer, found: Answer, bound: float, *, apart: bool = False) -> Finding:
+    """The verdict on the answer to a prompt whose KV a tier had, or that was computed.
+
+    Args:
+        bound: the difference of two computed answers.
+        apart: whether prefill handed the KV over to decode.
     """
-    text = f"{tier}: {1000 * found.seconds:.0f} ms to the first token, computed {1000 * cold.seconds:.0f}"
+    subject, name = ("prefill/decode", f"{tier}, handed over") if apart else ("server", tier)
+    text = f"{name}: {1000 * found.seconds:.0f} ms to the first token, computed {1000 * cold.seconds:.0f}"
     if found.tier != tier:
         advice = "The answer says nothing of this tier; see the server's log and `sglang-ext doctor`"
-        return Finding(Level.WARNING, "server", f"{text}; the prompt came from {found.tier} instead", advice)
+        return Finding(Level.WARNING, subject, f"{text}; the prompt came from {found.tier} instead", advice)
     if math.isinf(bound):
         text += "; not compared, because two computed answers have other tokens than each other"
-        return Finding(Level.WARNING, "server", text, _UNEQUAL)
-    apart, allowed = cold.difference(found), max(bound, FLOOR)
-    far = "other tokens" if math.isinf(apart) else f"log probabilities {apart:.1e} apart"
+        return Finding(Level.WARNING, subject, text, _UNEQUAL)
+    difference, allowed = cold.difference(found), max(bound, FLOOR)
+    far = "other tokens" if math.isinf(difference) else f"log probabilities {difference:.1e} apart"
     within = f"{far}; allowed {allowed:.1e}, two computed answers {bound:.1e}"
-    if apart > allowed:
-        return Finding(
-            Level.PROBLEM, "server", f"{text}; ANOTHER ANSWER than when computed: {within}", _WRONG
-        )
-    return Finding(Level.OK, "server", f"{text}; the same answer: {within}")
+    if difference > allowed:
+        how = "prefill and decode apart" if apart else "--kv-dram-size"
+        advice = f"Do not serve with {how} on this machine, and report this with the output of --json"
+        return Finding(Level.PROBLEM, subject, f"{text}; ANOTHER ANSWER than when computed: {within}", advice)
+    return Finding(Level.OK, subject, f"{text}; the same answer: {within}")
 
 
 _UNEQUAL = (
     "Check whether the server's attention backend is deterministic; `tests/gpu` compares the bytes of KV"
 )
-_WRONG = "Do not serve with --kv-dram-size on this machine, and report this with the output of --json"

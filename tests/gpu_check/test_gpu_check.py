@@ -20,7 +20,7 @@ import pytest
 
 from sglang_ext.cluster.doctor.findings import Level
 from sglang_ext.gpu_check.command import main
-from sglang_ext.gpu_check.serving import Answer, _compared, ask
+from sglang_ext.gpu_check.serving import Answer, _compared, ask, ask_pair
 
 pytestmark = pytest.mark.slow
 
@@ -187,6 +187,22 @@ def test_an_answer_is_timed_to_its_first_token(url: str) -> None:
     assert isnan(answer.logprobs[2])
     assert answer.seconds < whole - 0.35
     assert (_Server.bodies[0]["stream"], _Server.bodies[0]["extra_key"]) == (True, "k")
+
+
+def test_a_pair_is_asked_with_one_number(url: str) -> None:
+    answer = ask_pair(url, url, 8998, [5] * 100)
+    assert (answer.tokens, answer.tier) == ((0, 1, 2), "DRAM")
+    first, second = _Server.bodies
+    assert first == second
+    assert (first["bootstrap_host"], first["bootstrap_port"]) == ("127.0.0.1", 8998)
+    assert 0 < first["bootstrap_room"] < 1 << 63
+
+
+def test_an_answer_after_a_hand_over_is_judged_as_a_tiers() -> None:
+    finding = _compared("DRAM", COLD, Answer((1, 3), (-0.5, -0.25), "DRAM", 0.1), 0.0, apart=True)
+    assert (finding.level, finding.subject) == (Level.PROBLEM, "prefill/decode")
+    assert finding.text.startswith("DRAM, handed over: 100 ms to the first token, computed 200")
+    assert "prefill and decode apart" in finding.advice
 
 
 def test_a_prompt_that_the_server_refuses_is_an_error(url: str) -> None:
