@@ -1,6 +1,6 @@
 """Two servers on an emulated GPU (``tests.fake_gpu``) and a router: KV that one has computed is read by the
-other from pinned memory to pinned memory, and answers are those of no cache; with a damaged bit they are
-others.
+other from pinned memory to pinned memory, also layer by layer while it is computed, and answers are those of
+no cache; with a damaged bit they are others.
 
 Nothing is said of speed, of races, or of the bytes that real kernels write.
 """
@@ -10,13 +10,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import ExitStack, asynccontextmanager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import aiohttp
 import pytest
 from emulated_gpu import ATOL, damage, prompt, spec
-from test_fetching import counted, held, nothing_is_exported
+from hooked_server import FOLDER
+from test_fetching import counted, explained, held, nothing_is_exported
 from token_requests import cold, generate
 
 from sglang_ext.router import Router, RouterConfig
@@ -28,6 +30,7 @@ from tests.support.servers.server import ServerProcess
 
 pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(1800)]
 
+SERVER = Path(__file__).parents[1] / "servers" / "gpu_fetching_server.py"
 BLOCK = 16
 WHOLE = 5 * BLOCK
 PROMPT_TOKENS = WHOLE + 4
@@ -54,7 +57,7 @@ class Pair:
         return next(server for server in self.servers if server.url == url)
 
 
-@pytest.fixture(scope="module", params=["shm"])
+@pytest.fixture(scope="module", params=["shm", "tcp"])
 def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, leak_guard: LeakGuard
 ) -> Iterator[Pair]:
@@ -64,9 +67,12 @@ def pair(
         flags = (
             *("--kv-router", f"http://127.0.0.1:{port}", "--kv-instance-id", name),
             *("--kv-transports", request.param, "--enable-metrics", "--enable-cache-report"),
-            *("--chunked-prefill-size", str(CHUNK)),
+            # Less than the shortest run that is loaded otherwise.
+            *("--chunked-prefill-size", str(CHUNK), "--kv-load-policy", f"always,min-tokens={BLOCK}"),
         )
-        servers.append(ServerProcess(spec(folder / "disk", *flags)))
+        of = spec(folder / "disk", *flags)
+        environment = {**of.environment, FOLDER: str(folder)}
+        servers.append(ServerProcess(replace(of, environment=environment, run=(str(SERVER),))))
     try:
         with leak_guard.adopting(), ThreadPoolExecutor() as each:
             list(each.map(ServerProcess.start, servers))
@@ -129,3 +135,59 @@ async def test_what_one_has_computed_another_fetches(
         assert by <= {pair.transport}
         assert "without our kernel" not in server.log.read_text(encoding="utf-8")
         await asyncio.to_thread(server.flush)
+
+
+@contextmanager
+def reads_held(server: ServerProcess, layer: int) -> Iterator[Path]:
+    """A server's reads by layer from the other one wait at this layer. Yields the file that is there while
+    one waits."""
+    gate = Path(server.spec.environment[FOLDER])
+    (gate / "hold").write_text(str(layer))
+    try:
+        yield gate / "held"
+    finally:
+        (gate / "hold").unlink()
+
+
+async def test_two_servers_compute_one_prompt(pair: Pair, patient_client: aiohttp.ClientSession) -> None:
+    """Each in chunks. The twin's reads wait until the other server's KV is damaged."""
+    async with routing(pair, sequence_parallel=str(WHOLE)) as router:
+        said = prompt(20, PROMPT_TOKENS)
+        before = {each.url: counted(each, "span_computed") for each in pair.servers}
+        answer, headers = await generate(patient_client, router.url, said)
+        server = pair.at(headers["x-kv-instance"])
+        helper = pair.other(server.url)
+        told = await explained(patient_client, router, headers)
+        cut = told["plan"][0]["stop"]
+        assert [(span["from"], span["stop"]) for span in told["plan"]] == [
+            (helper.url, cut),
+            ("compute", PROMPT_TOKENS),
+        ]
+        assert (told["end"], told["moved_tokens"], answer.cached_tokens) == ("done", cut, cut), told
+        assert_same(await cold(patient_client, server, said), answer, atol=ATOL)
+        await span_computed(helper, before[helper.url])
+
+        said = prompt(21, PROMPT_TOKENS)
+        before = {each.url: counted(each, "span_computed") for each in pair.servers}
+        with ExitStack() as damaged:
+            with ExitStack() as held_up:
+                held = {each.url: held_up.enter_context(reads_held(each, 1)) for each in pair.servers}
+                request = asyncio.create_task(generate(patient_client, router.url, said))
+                await until(lambda: any(each.exists() for each in held.values()), SECONDS, "the read")
+                helper = pair.other(next(url for url, each in held.items() if each.exists()))
+                await span_computed(helper, before[helper.url])
+                damaged.enter_context(damage(helper.pid))
+            answer, headers = await request
+        assert headers["x-kv-instance"] == pair.other(helper.url).url
+        assert answer.cached_tokens > 0
+        with pytest.raises(AssertionError):
+            assert_same(await cold(patient_client, helper, said), answer, atol=ATOL)
+    for server in pair.servers:
+        await asyncio.to_thread(server.flush)
+
+
+async def span_computed(helper: ServerProcess, before: float) -> None:
+    """A server has computed a span for the other one."""
+    await asyncio.to_thread(
+        wait_until, lambda: counted(helper, "span_computed") > before, seconds=SECONDS, what="the span"
+    )
