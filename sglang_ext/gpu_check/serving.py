@@ -228,8 +228,8 @@ def _tier(meta: dict[str, Any], prompt: int) -> str:
 
 def ask_pair(prefill: str, decode: str, bootstrap_port: int, ids: Sequence[int]) -> Answer:
     """Decode's answer to token ids whose KV prefill hands over, with the tier in which prefill found them."""
-    room = random.randrange(1, 1 << 63)
-    pair = {"bootstrap_host": LOOPBACK, "bootstrap_port": bootstrap_port, "bootstrap_room": room}
+    number = random.randrange(1, 1 << 63)
+    pair = {"bootstrap_host": LOOPBACK, "bootstrap_port": bootstrap_port, "bootstrap_room": number}
     with ThreadPoolExecutor(1) as beside:
         first = beside.submit(ask, prefill, ids, pair=pair)
         answer = ask(decode, ids, pair=pair)
