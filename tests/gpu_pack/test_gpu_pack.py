@@ -32,14 +32,21 @@ ON_THE_MACHINE = (
     "psutil",
     "prometheus-client",
     "pillow",
+    "scipy",
+    "einops",
+    "nvidia-ml-py",
+    "xxhash",
+    "httpx",
+    "torchvision",
 )
 """Packages, beside torch, that such a machine has."""
 SERVER = (
     *("sglang.srt.managers.scheduler", "sglang.srt.managers.detokenizer_manager", "sglang.srt.models.llama"),
     *("sglang.srt.entrypoints.http_server", "sglang.srt.layers.attention.triton_backend"),
-    *("sglang_ext.patches.adapter.build", "sglang_ext.gpu_check.serving", "sgl_kernel.utils"),
+    *("sglang_ext.patches.adapter.build", "sglang_ext.gpu_check.serving"),
 )
-"""Modules that a server's processes import."""
+"""Modules that a server's processes import. Not ``sgl_kernel``: it looks for a library of the card's
+generation, and here is no card."""
 
 
 def run(*words: str, **more: object) -> str:
