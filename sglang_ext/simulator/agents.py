@@ -19,6 +19,7 @@ from sglang_ext.protocol.agent import (
     Beat,
     Events,
     Expecting,
+    Export,
     Fetch,
     Fetched,
     FetchedSpan,
@@ -111,7 +112,7 @@ class Agent:
         if isinstance(message, Hello):
             self.hello(message)
             return
-        if self.instance.computing:
+        if self.instance.computing and not self._is_timed(message):
             self.instance.after_pass(lambda now: self.command(message, now))
             return
         for planner in self.instance.engine.planners:
@@ -121,6 +122,18 @@ class Agent:
             self._send(FROM_AGENT.encode(Expecting(self.epoch, message.id)))
             self.instance.wake_in(message.wait_s)
         self.instance.wake()
+
+    def _is_timed(self, message: ToAgent) -> bool:
+        """Whether a recording has the time of this fetch. The wait for passes is part of it."""
+        assert self.instance is not None
+        wires = self.instance.engine.wires
+        if wires is None:
+            return False
+        if isinstance(message, Export):
+            return wires.has_time(message.export)
+        return isinstance(message, Fetch) and any(
+            wires.has_time(each.source.export) for each in message.spans
+        )
 
     def on_hint(self, result: PrefetchResult) -> None:
         """A hint's prefetch has ended."""

@@ -154,6 +154,10 @@ class PeerWires:
 
     # -- as a reader --------------------------------------------------------------------------------
 
+    def has_time(self, export: str) -> bool:
+        """Whether a recording has the time that reading this export took."""
+        return export in self._wires.took
+
     def ask(self, address: str, export: str, seconds: float, *, layered: bool = False) -> Read:
         """See ``Reads``."""
         read = Read(address, export, asked_at=self._wires.network.now())

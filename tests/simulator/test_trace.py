@@ -479,6 +479,33 @@ def test_answers_that_are_replayed_take_slots_as_they_grow() -> None:
     assert found(1.5) > found(10.5)
 
 
+@pytest.mark.parametrize("fetch_s", [0.5, 1.5], ids=["in time", "late"])
+def test_a_recorded_fetch_does_not_wait_for_a_pass_of_its_source(fetch_s: float) -> None:
+    """The recorded time has that wait in it. The last request, whose pass begins after a second, has the
+    first one's KV from the other instance, which computes another prompt meanwhile."""
+    settings = changed(Settings(), "instances=2,requests=4,policy=round-robin,hbm=512,dram=512,fetch=on")
+    rng = random.Random(1)
+
+    def request(
+        number: int, at_s: float, key: bytes, computed_s: float, took_s: float | None = None
+    ) -> TracedSession:
+        times = Observed(0.0, 1.0, computed_s, computed_s, computed_s + 0.1, took_s)
+        return TracedSession(f"s{number}", 0, at_s, Turn(key, b"abcd", id=str(number), observed=times))
+
+    def prompt() -> bytes:
+        return rng.randbytes(4 * 2048)
+
+    first = prompt()
+    trace = Trace(instances=[url(0), url(1)])
+    trace.sessions = [
+        request(0, 0.0, first, 1.2), request(1, 2.0, prompt(), 1.2),
+        request(2, 4.0, prompt(), 9.0), request(3, 6.0, first + prompt()[:64], 1.2, fetch_s),
+    ]  # fmt: skip
+    found = simulate(settings, trace=trace).decided
+    assert [found[str(number)].instance for number in range(4)] == [url(0), url(1), url(0), url(1)]
+    assert found["3"].hits == ({"dram": 2048} if fetch_s < 1 else {})
+
+
 def test_a_mooncake_trace_is_a_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [
         {"timestamp": 100 * n, "input_length": 1100, "output_length": 20, "hash_ids": [1, 2, 100 + n]}

@@ -31,7 +31,7 @@ from sglang_ext.router.dispatch.explain import LoggedRequest
 from sglang_ext.router.hints.advisory_book import Answer
 from sglang_ext.router.hints.hint import Hint
 from sglang_ext.router.placing.fetching import FAILED_ENDS
-from sglang_ext.router.telemetry.fetch_note import DONE, FetchNote
+from sglang_ext.router.telemetry.fetch_note import DONE, NEEDLESS, FetchNote
 from sglang_ext.router.telemetry.observability import RouterMetrics
 from sglang_ext.router.telemetry.record import Record
 from sglang_ext.router.telemetry.record_file import RecordFile
@@ -223,10 +223,12 @@ def _fetch_s(note: FetchNote | None) -> float | None:
     spans = [] if note is None else [span for span in note.asked if span.took_s is not None]
     if not spans:
         return None
-    seconds = max(span.took_s or 0.0 for span in spans)
-    if all(span.end == DONE for span in spans):
+    # One after the other. A spare is read only if the span before it fails.
+    seconds = sum(span.took_s or 0.0 for span in spans)
+    ends = [span.end for span in spans if span.end != NEEDLESS]
+    if ends and ends[-1] == DONE:
         return seconds
-    return -seconds if any(span.end in FAILED_ENDS for span in spans) else None
+    return -seconds if any(end in FAILED_ENDS for end in ends) else None
 
 
 def _until_routed(record: Record) -> float:

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
-UNDER_WAY, DONE = "under-way", "done"
+UNDER_WAY, DONE, NEEDLESS = "under-way", "done", "needless"
 NOT_WORTH_IT = "not-worth-it"
 """Computing is expected to take less time; no fetch was sent."""
 UNSENT = "unheard"

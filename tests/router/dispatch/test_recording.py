@@ -25,6 +25,8 @@ from sglang_ext.protocol.recording import (
     names_of,
     read_recording,
 )
+from sglang_ext.router.dispatch.recording import _fetch_s
+from sglang_ext.router.telemetry.fetch_note import FetchNote, SpanNote
 from sglang_ext.router.telemetry.record_file import RecordFile, recording_key
 
 WORDS = "It reads files and edits code with care. " * 12
@@ -257,3 +259,32 @@ async def test_a_file_that_cannot_be_written_ends_the_start(start_worker, start_
     with pytest.raises(ConfigError, match="cannot write"):
         await start_router(worker, record=str(tmp_path / "none" / "day.jsonl"))
     await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(
+    ("ends", "seconds"),
+    [
+        ([("done", 0.5)], 0.5),
+        ([("done", 0.5), ("needless", 0.0)], 0.5),
+        ([("done", 0.5), ("done", 0.25)], 0.75),
+        ([("gone", 0.5), ("done", 0.25)], 0.75),
+        ([("late", 0.5), ("needless", 0.0)], -0.5),
+        ([("done", 0.5), ("stale", 0.25)], -0.75),
+        ([("needless", 0.0)], None),
+        ([("no_room", 0.1)], None),
+        ([("done", None)], None),
+    ],
+)
+def test_a_fetch_took_the_time_of_all_its_spans(
+    ends: list[tuple[str, float | None]], seconds: float | None
+) -> None:
+    """The last one may be a spare, which is read only if the one before it fails."""
+    spans = [
+        SpanNote(f"http://{at}", "dram", 0, 16, 0.1, end=end, took_s=s) for at, (end, s) in enumerate(ends)
+    ]
+    note = FetchNote("http://target", spans, 0.1, 1.0, calibrated=False)
+    assert _fetch_s(note) == seconds
+
+
+def test_a_request_without_a_fetch_has_no_time_of_one() -> None:
+    assert _fetch_s(None) is None
