@@ -48,13 +48,15 @@ def measured(cell: Cell, folder: Path | None, model: CostModel | None = None) ->
     outcome = simulate(settings, model)
     figures = figures_of(outcome, settings) | {"settings": asdict(settings)}
     figures["cpu_ms_a_request"] = 1e3 * (_cpu_s() - before) / settings.requests
+    text = json.dumps(figures, indent=1)
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = path.with_name(f"{path.name}.{os.getpid()}")
-        beside.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        beside.write_text(text + "\n", encoding="utf-8")
         os.replace(beside, path)
     sys.stderr.write(f"{cell.title}: {figures['cpu_ms_a_request']:.1f} ms of CPU a request\n")
-    return figures
+    as_read: Figures = json.loads(text)  # JSON has lists in place of tuples
+    return as_read
 
 
 def _cpu_s() -> float:
