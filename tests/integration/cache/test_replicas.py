@@ -391,6 +391,8 @@ async def test_replicas_die_together_and_come_back_with_what_each_has_on_disk(
     replicas: Replicas, router: Router, client: aiohttp.ClientSession
 ) -> None:
     """One byte of each block of the first replica is damaged meanwhile, so that its answers are others."""
+    if replicas.kind.model == "tiny-spark":
+        pytest.skip("its windows have blocks of zeros on the disk, in which no value can be damaged")
     replicas.kill(1)
     await until(lambda: not router.fleet.usable(), WITHIN_S, "the verdict over both")
     replicas.server.stop()
