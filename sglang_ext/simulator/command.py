@@ -304,7 +304,7 @@ def _sped(trace: Trace | None, settings: Settings) -> Trace | None:
 
 
 def _recorded(trace: Trace, base: Settings) -> Settings:
-    """The recorded fleet, with what the command says of it that a recording does not have."""
+    """The recorded fleet, with the command's settings that a recording does not have."""
     described = {name: getattr(base, name) for name in NOT_RECORDED}
     return dataclasses.replace(settings_of(Arguments(), trace), **described)
 

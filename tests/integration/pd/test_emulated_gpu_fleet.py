@@ -76,7 +76,7 @@ class Fleet:
             server.flush()
 
     def fill(self, prefill: int, tokens: int, seed: int) -> None:
-        """So many tokens of other prompts, for which a prefill server gives up what it had."""
+        """So many tokens of other prompts, for which a prefill server evicts its earlier ones."""
         for number in range(-(-tokens // FILLING_TOKENS)):
             self.pd.generate(prompt(seed + number, FILLING_TOKENS), max_new_tokens=1, prefill=prefill)
 

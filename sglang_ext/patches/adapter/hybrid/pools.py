@@ -284,9 +284,9 @@ def _has_windows_slots(pool: Any, params: Any) -> bool:
 
 
 def _state(req_to_token_pool: Any, states: ShareStates) -> ComponentPool:
-    """The convolution windows and the recurrent states of all layers, by slot. Before those of the first
-    layer, what other layers keep by the same slots: windows of short convolutions, and the last tokens by
-    which n-grams are looked up (Qwen3.8-Flash-Next)."""
+    """The convolution windows and the recurrent states of all layers, by slot. Other layers may use the same
+    slots for windows of short convolutions, and the model for its last tokens, by which it looks up n-grams
+    (Qwen3.8-Flash-Next): these tensors come before those of the first layer."""
     if req_to_token_pool.mamba_ckpt_pool is not None:
         raise _unsupported("int8 checkpoints of states")
     (info,) = req_to_token_pool.mamba_pool.get_device_pool_infos()
