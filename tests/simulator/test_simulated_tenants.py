@@ -30,13 +30,13 @@ LIMITS = "requests_per_second=0.7/0,burst=3/0,concurrent=6/0,tokens_per_minute=1
 
 @dataclass
 class Watched:
-    """What a tenant's meter was told, in order: (moment, "begin" | "end" | "charge", request or tokens)."""
+    """The calls of a tenant's meter, in order: (moment, "begin" | "end" | "charge", request or tokens)."""
 
     events: list[tuple[float, str, int]] = field(default_factory=list)
 
 
 def simulated(text: str) -> tuple[Outcome, dict[str, Watched]]:
-    """The outcome, and what each tenant's meter was told."""
+    """The outcome, and the calls of each tenant's meter."""
     settings = changed(Settings(), text)
     loop = VirtualLoop()
     watched: dict[str, Watched] = {}

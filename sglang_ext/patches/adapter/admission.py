@@ -183,7 +183,7 @@ def with_model(config: ModelConfig, flags: Facts) -> Facts:
         flags,
         is_deepseek_v4=is_deepseek_v4(config.hf_config),
         is_minimax_sparse=is_minimax_sparse(config.hf_config),
-        # As SGLang's parse_qsa_profile, which is there from 0.5.23 on.
+        # As SGLang's parse_qsa_profile.
         is_qsa=getattr(text, "indexer_n_heads", None) is not None,
         # As SGLang's apply_muse_spark_env_defaults, which is there from 0.5.23 on.
         is_muse_spark=(config.hf_config.architectures or ("",))[0] == "MuseSparkForConditionalGeneration",

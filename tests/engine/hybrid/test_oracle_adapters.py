@@ -47,7 +47,7 @@ def test_adapters_share_nothing(scenario: HybridScenario, on_disk: bool) -> None
 
 @EACH
 def test_one_wrong_bit_of_an_adapter_is_seen(scenario: HybridScenario) -> None:
-    """The twin: what an adapter finds again are the bytes below HBM."""
+    """The twin: an adapter finds the bytes below HBM again."""
 
     def flip_a_bit(blocks: np.ndarray) -> None:
         blocks.reshape(len(blocks), -1)[0, 3] ^= 1

@@ -189,7 +189,7 @@ def test_one_wrong_bit_of_a_picture_is_seen(kind: str) -> None:
 @pytest.mark.parametrize("damaged", [False, True], ids=["sound", "one wrong bit"])
 @EACH
 def test_the_words_before_a_picture_are_fetched(kind: str, damaged: bool) -> None:
-    """As far as a router knows the tokens. The picture itself and what follows are computed."""
+    """As far as a router knows the tokens. The picture and the tokens behind it are computed."""
     prompts = Prompts(kind)
     with engines(prompts.scenario, Sizes(**prompts.room())) as (owner, reader):
         owner.rank.serve(prompts.system)

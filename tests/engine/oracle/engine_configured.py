@@ -23,7 +23,7 @@ from transformers import CONFIG_MAPPING
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The config.json of a model: the defaults of its kind in transformers, with what is given here.
+    """The config.json of a model: the defaults of its kind in transformers, but for the fields given here.
 
     Args:
         kind: ``model_type``.

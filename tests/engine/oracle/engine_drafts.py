@@ -93,7 +93,7 @@ class DraftingScheduler(HybridScheduler):
         ]
 
     def _read_frozen(self, work: list[Computed]) -> None:
-        """A draft model without KV of its own reads what the model's last layer of each kind has."""
+        """A draft model without KV of its own reads the KV of the model's last layer of each kind."""
         for part in self.pools.oracles.keys() & {FULL, SWA}:
             for each in work:
                 read = partial(self._compare, each, part, -1, "draft")

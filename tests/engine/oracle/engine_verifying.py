@@ -27,7 +27,7 @@ VERIFIED = 4
 
 
 def relay(batch: ScheduleBatch, algorithm: SpeculativeAlgorithm) -> None:
-    """After a pass: what DFLASH and DSPARK keep with the batch for the next one."""
+    """After a pass, keep the draft inputs of DFLASH and DSPARK with the batch for the next one."""
     if algorithm.is_dflash_family():
         nothing = torch.zeros(len(batch.reqs), 1)
         ids = nothing.long()

@@ -123,7 +123,7 @@ def scenario(family: str, **more: Any) -> Scenario:
 
 
 def prompt_of(family: str) -> list[int]:
-    """Six blocks and a token; with pictures, two of them: tokens that are digests of what they show."""
+    """Six blocks and a token; with pictures, two of them, whose tokens are digests of the pictures."""
     tokens = [at % 5 for at in range(BLOCKS * BLOCK + 1)]
     if family == "vision":
         tokens[20:50] = [(1 << 60) + 77] * 30

@@ -52,7 +52,7 @@ class Machine:
         (site / "sitecustomize.py").write_text(EMULATOR, encoding="utf-8")
 
     def first_minutes(self, part: str, status: int = 0) -> str:
-        """Run a part; returns what it printed."""
+        """Run a part; returns its output."""
         done = subprocess.run(
             [str(self._folder / ".dev" / "first_minutes.sh")],
             cwd=self._folder,

@@ -205,7 +205,6 @@ def _beside_states(pool: Any) -> bool:
     """Whether this is the pool of layers with attention in a model with recurrent layers."""
     from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
 
-    # QSA's is there from SGLang 0.5.23 on.
     return type(pool) is HybridLinearKVPool or type(pool).__name__ == QSA_POOL
 
 

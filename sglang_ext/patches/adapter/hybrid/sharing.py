@@ -60,7 +60,7 @@ def side_states(info: Any) -> Sequence[torch.Tensor]:
     """The tensors with a row for each slot of a state, of layers without a recurrent state.
 
     Args:
-        info: of SGLang's pool of states; its field for them is there from 0.5.23 on.
+        info: of SGLang's pool of states; its field for them is there from 0.5.22 on.
     """
     found: Sequence[torch.Tensor] = getattr(info.buffer_info, "extra_checkpoint_buffers", ())
     return found
