@@ -62,7 +62,15 @@ class PapersOptions(Options):
     """The flags of this benchmark."""
 
     parts: tuple[str, ...] = flag(
-        ("memserve", "memserve-designs", "symphony", "symphony-own", "kvdirect", "kvdirect-own"),
+        (
+            "memserve",
+            "memserve-designs",
+            "symphony",
+            "symphony-own",
+            "symphony-13b",
+            "kvdirect",
+            "kvdirect-own",
+        ),
         "Papers; -own: with the bytes or the time a token that the paper has.",
         metavar="NAME",
         several="append",
@@ -305,15 +313,37 @@ SYSTEMS: dict[str, dict[str, Any]] = {
 }
 
 
-def symphony(options: PapersOptions, report: Report, kv_bytes: int) -> None:
-    """Figure 12: eight A100s, 64 and 1,024 users of ShareGPT's conversations."""
+@dataclass(frozen=True, slots=True)
+class SymphonysModel:
+    """A model of Symphony's evaluation.
+
+    figure: of the paper. config: the model's configuration. kv_bytes: of KV a token.
+    """
+
+    figure: int
+    name: str
+    config: dict[str, int]
+    kv_bytes: int
+    weights_bytes: int
+
+
+SYMPHONYS_MODELS = {
+    "symphony": SymphonysModel(12, "Llama-3.1-8B", LLAMA_3_8B, 128 * KIB, 16 * GB),
+    "symphony-own": SymphonysModel(12, "Llama-3.1-8B", LLAMA_3_8B, SYMPHONYS_BYTES, 16 * GB),
+    "symphony-13b": SymphonysModel(13, "Llama-2-13B", LLAMA_2_13B, 800 * KIB, 26 * GB),
+}
+
+
+def symphony(options: PapersOptions, report: Report, model: SymphonysModel) -> None:
+    """Figures 12 and 13: eight A100s, 64 to 1,024 users of ShareGPT's conversations."""
+    kv_bytes = model.kv_bytes
     talks = thinking(sharegpt(data_folder(), options.pick(400, quick=100, tiny=10)))
-    profile = msgspec.structs.replace(costs(LLAMA_3_8B, A100, 1, 3.1 * GB), kv_bytes_per_token=kv_bytes)
+    profile = msgspec.structs.replace(costs(model.config, A100, 1, 3.1 * GB), kv_bytes_per_token=kv_bytes)
     sizes = {
-        "hbm": int((80 * GB * 0.9 - 16 * GB) / kv_bytes / BLOCK_TOKENS),
+        "hbm": int((80 * GB * 0.9 - model.weights_bytes) / kv_bytes / BLOCK_TOKENS),
         "dram": int(256 * GB / 4 / kv_bytes / BLOCK_TOKENS),
     }
-    for users in options.pick((64, 1024), quick=(64, 256), tiny=(8,)):
+    for users in options.pick((64, 256, 512, 1024), quick=(64, 256), tiny=(8,)):
         for system, changes in SYSTEMS.items():
             settings = Settings(
                 **(sizes | {"instances": 8, "requests": 3 * users, "network": 3.1 * GB} | changes)
@@ -321,7 +351,7 @@ def symphony(options: PapersOptions, report: Report, kv_bytes: int) -> None:
             wrap: Callable[[Session], Session] = Recomputed if "recompute" in system else _same
             first = (wrap(UserSession(talks, user, users)) for user in range(users))
             outcome = closed(settings, CostModel(profile), first, wrap)
-            _symphony_row(report, kv_bytes, users, system, outcome, settings)
+            _symphony_row(report, model, users, system, outcome, settings)
 
 
 def _same(session: Session) -> Session:
@@ -329,12 +359,12 @@ def _same(session: Session) -> Session:
 
 
 def _symphony_row(
-    report: Report, kv_bytes: float, users: int, system: str, outcome: Outcome, settings: Settings
+    report: Report, model: SymphonysModel, users: int, system: str, outcome: Outcome, settings: Settings
 ) -> None:
     figures: Figures = figures_of(outcome, settings)
     report.add(
-        "Symphony, figure 12: ShareGPT, 8 x A100, Llama-3.1-8B",
-        kib_a_token=kv_bytes / KIB,
+        f"Symphony, figure {model.figure}: ShareGPT, 8 x A100, {model.name}",
+        kib_a_token=model.kv_bytes / KIB,
         users=users,
         system=system,
         tpot_ms=1e3 * sum(outcome.tpot) / max(1, len(outcome.tpot)),
@@ -439,8 +469,7 @@ def _latencies(apart: Outcome, both: Outcome) -> dict[str, float]:
 PARTS: dict[str, Callable[[PapersOptions, Report], None]] = {
     "memserve": memserve,
     "memserve-designs": memserve_designs,
-    "symphony": functools.partial(symphony, kv_bytes=128 * KIB),
-    "symphony-own": functools.partial(symphony, kv_bytes=SYMPHONYS_BYTES),
+    **{part: functools.partial(symphony, model=model) for part, model in SYMPHONYS_MODELS.items()},
     "kvdirect": kvdirect,
     "kvdirect-own": functools.partial(kvdirect, step_s=KVDIRECTS_STEP_S),
 }

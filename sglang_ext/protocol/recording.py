@@ -52,13 +52,24 @@ class Line(msgspec.Struct, frozen=True, tag_field="type", omit_defaults=True):
     at: float
 
 
+class Limits(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The limits of a tenant, by the fields of a key file; 0: none. Of several keys, the sums and the highest
+    priority."""
+
+    priority: int = 0
+    requests_per_second: float = 0.0
+    burst: int = 0
+    concurrent: int = 0
+    tokens_per_minute: int = 0
+
+
 class Head(Line, frozen=True, tag="head"):
     """The first line of a file, and another beginning in it: lines after it refer to no names before it.
 
     router: its name. key_id: the same in all files whose names can be compared. block_size: tokens of a
     block. settings: of the router that a replay needs, by flag. costs: that the router expects of its
     instances before it corrects them, as the JSON of a cost profile; empty for the defaults, and in files of
-    earlier versions.
+    earlier versions. limits: of tenants that have any, by their hashed names.
     """
 
     version: int
@@ -68,6 +79,7 @@ class Head(Line, frozen=True, tag="head"):
     policy: str
     settings: Mapping[str, str | float] = {}
     costs: Mapping[str, Any] = {}
+    limits: Mapping[str, Limits] = {}
 
 
 class Fill(msgspec.Struct, frozen=True, omit_defaults=True):

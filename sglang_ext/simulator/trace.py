@@ -20,6 +20,7 @@ from sglang_ext.protocol.recording import (
     Blocks,
     Head,
     HintLine,
+    Limits,
     Loaded,
     Member,
     Request,
@@ -44,6 +45,11 @@ _SETTINGS: Final[Mapping[str, tuple[str, Callable[[Any], Any]]]] = {
     "queue-weight": ("queue_weight", float),
     "exec-weight": ("exec_weight", float),
     "--max-running-per-instance": ("most_running", int),
+    "--max-concurrent-requests": ("max_concurrent_requests", int),
+    "--queue-size": ("queue_size", int),
+    "--queue-timeout-secs": ("queue_timeout_secs", float),
+    "--queue-policy": ("queue_policy", str),
+    "bytes-per-minute": ("bytes_per_minute", int),
 }
 _BLOCK_BYTES = BLOCK_TOKENS * TOKEN_BYTES
 
@@ -159,6 +165,7 @@ def _recording(lines: Iterator[bytes]) -> Trace:
     trace, zero = Trace(), 0.0
     members: dict[str, Member] = {}
     tenants: dict[str, int] = {}
+    limits: Mapping[str, Limits] = {}
     requests: list[Request] = []
     hints: list[HintLine] = []
     reports: list[Loaded] = []
@@ -170,7 +177,7 @@ def _recording(lines: Iterator[bytes]) -> Trace:
                     field="--trace",
                 )
             trace.policy, trace.settings = line.policy, _settings(line.settings)
-            trace.costs = line.costs
+            trace.costs, limits = line.costs, line.limits
         elif isinstance(line, Member):
             members[line.instance] = line
         elif isinstance(line, Request) and line.status == 200 and len(line.prompts) == 1:
@@ -204,6 +211,7 @@ def _recording(lines: Iterator[bytes]) -> Trace:
     trace.kinds = {name: line.kv for name, line in members.items() if line.kv}
     if chunk := min((line.chunk for line in members.values()), default=0):
         trace.settings["chunk"] = chunk
+    trace.settings |= _limits(limits, tenants)
     trace.tiers = {name: min(size.get(name, 0) for size in sizes) for name in (sizes[0] if sizes else {})}
     return trace
 
@@ -224,6 +232,14 @@ def _stages(line: Request) -> dict[str, float]:
 def _settings(flags: Mapping[str, str | float]) -> dict[str, Any]:
     """The settings that a recording's router had, by its flags."""
     return {name: kind(flags[flag]) for flag, (name, kind) in _SETTINGS.items() if flag in flags}
+
+
+def _limits(limits: Mapping[str, Limits], tenants: Mapping[str, int]) -> dict[str, Any]:
+    """The settings of the tenants' keys, by the numbers of the tenants."""
+    own = [limits.get(tenant, Limits()) for tenant in tenants]
+    if all(each == Limits() for each in own):
+        return {}
+    return {name: tuple(float(getattr(each, name)) for each in own) for name in Limits.__struct_fields__}
 
 
 def _turn(line: Request, id: str) -> Turn:

@@ -17,11 +17,13 @@ from sglang_ext.cost_model.profile import SCHEMA
 from sglang_ext.errors import ConfigError
 from sglang_ext.protocol.recording import Choice, Fill, Head, Loaded, Member, Namer, Request, Writer
 from sglang_ext.simulator import command
+from sglang_ext.simulator.command import Arguments, settings_of
 from sglang_ext.simulator.outcome import STAGES
 from sglang_ext.simulator.run import simulate, url
 from sglang_ext.simulator.settings import Settings, changed
 from sglang_ext.simulator.trace import Trace, TracedSession, read_trace
 from sglang_ext.simulator.workload import Observed, Turn, mixed
+from tests.simulator.small_fleet import write_recording
 
 FLEET = changed(Settings(), "instances=3,requests=250,policy=prompt-tree,hbm=700,dram=2000,rate=3,fetch=off")
 ARRIVALS_S = 0.3
@@ -431,6 +433,34 @@ def test_stages_that_were_recorded_are_kept(recording: bytes) -> None:
     expected = {"way": 0.04, "queue": 0.02, "prefill": 0.1, "transfer": 0.04, "decode": 0.3}
     assert found == pytest.approx(expected)
     assert not trace.decided[trace.sessions[1].turn.id].stages
+
+
+def test_limits_that_were_recorded_refuse_requests_of_a_faster_load(tmp_path: Path) -> None:
+    """Of one tenant. Without its limits, the twin, all are answered."""
+    path = tmp_path / "day.jsonl"
+    write_recording(path)
+    head, *rest = path.read_bytes().splitlines(keepends=True)
+    settings = {"--queue-size": 50, "--queue-timeout-secs": 20.0, "--queue-policy": "shortest-first"}
+    limited = msgspec.json.decode(head) | {
+        "settings": settings | {"--max-concurrent-requests": 99, "bytes-per-minute": 10**9},
+        "limits": {"1": {"requests_per_second": 1.3, "burst": 3, "priority": 2}},
+    }
+
+    def refused(first: bytes, rate: float) -> dict[str, int]:
+        trace = read_trace([first, *rest]).at_rate(rate)
+        found = settings_of(Arguments(), trace)
+        outcome = simulate(replace(found, observed=False, policy="round-robin"), trace=trace)
+        return {name: sum(each.failed.values()) for name, each in outcome.tenants.items()}
+
+    slow, fast = (refused(msgspec.json.encode(limited) + b"\n", rate) for rate in (1.0, 3.0))
+    assert not sum(slow.values())
+    assert fast["tenant-0"] == 0
+    assert fast["tenant-1"] > 5
+    assert not sum(refused(head, 3.0).values())
+    found = settings_of(Arguments(), read_trace([msgspec.json.encode(limited) + b"\n", *rest]))
+    assert (found.queue_size, found.queue_timeout_secs, found.queue_policy) == (50, 20.0, "shortest-first")
+    assert (found.max_concurrent_requests, found.bytes_per_minute) == (99, 10**9)
+    assert (found.requests_per_second, found.priority) == ((0.0, 1.3), (0.0, 2.0))
 
 
 def test_moments_of_decisions_and_of_load_reports_are_those_recorded() -> None:

@@ -18,7 +18,7 @@ from sglang_ext.router.dispatch.explain import Explainer, RequestLog
 from sglang_ext.router.dispatch.flight import Flights, Homes
 from sglang_ext.router.dispatch.forwarding import Forwarding
 from sglang_ext.router.dispatch.moving import Mover
-from sglang_ext.router.dispatch.recording import Recorder
+from sglang_ext.router.dispatch.recording import Recorder, recorded_limits
 from sglang_ext.router.dispatch.regret import History, Regret
 from sglang_ext.router.dispatch.relaying import Relay
 from sglang_ext.router.dispatch.suspects import Suspects
@@ -115,6 +115,11 @@ def _recorder(base: Foundation, of: InstanceParts, routing: RoutingParts, log: R
         "exec-weight": config.exec_weight,
         "SGLANG_EXT_ROUTER_BALANCE_CACHE_FACTOR": config.balance_cache_factor,
         "--max-running-per-instance": config.max_running_per_instance,
+        "--max-concurrent-requests": config.max_concurrent_requests,
+        "--queue-size": config.queue_size,
+        "--queue-timeout-secs": config.queue_timeout_secs,
+        "--queue-policy": config.queue_policy,
+        "bytes-per-minute": config.client_bytes_per_minute,
         "--spill-above": config.spill_above,
         "--index": config.index,
     }
@@ -122,7 +127,8 @@ def _recorder(base: Foundation, of: InstanceParts, routing: RoutingParts, log: R
     def head(at: float, key_id: str) -> Head:
         profile = of.costs.model.profile
         costs = {} if profile is None else msgspec.to_builtins(profile)
-        return Head(at, VERSION, base.name, key_id, config.block_size, config.policy, settings, costs)
+        limits = recorded_limits((meter.entry for meter in base.keys.meters), file.word)
+        return Head(at, VERSION, base.name, key_id, config.block_size, config.policy, settings, costs, limits)
 
     def role_of(name: str) -> str:
         row = of.fleet.rows.get(name)
@@ -137,7 +143,7 @@ def _recorder(base: Foundation, of: InstanceParts, routing: RoutingParts, log: R
         kind_of=of.agents.shares_kv,
         chunk_of=lambda name: of.fleet.batching(name).chunk,
         beat_of=of.agents.beat,
-        costs_of=lambda: of.costs.model.profile,
+        changing=lambda: (of.costs.model.profile, base.keys.meters),
     )
     log.ended.subscribe(recorder.on_ended)
     routing.advisor.offered.subscribe(recorder.on_hint)

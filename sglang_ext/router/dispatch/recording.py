@@ -6,10 +6,9 @@ The request log ends a request here; all that its record and its choices say is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
 from sglang_ext.clock import Clock
-from sglang_ext.cost_model import Profile
 from sglang_ext.protocol.agent import Beat, Events, Load, SnapshotEnd
 from sglang_ext.protocol.recording import (
     AnyLine,
@@ -20,6 +19,7 @@ from sglang_ext.protocol.recording import (
     Gone,
     Head,
     HintLine,
+    Limits,
     Loaded,
     Member,
     Namer,
@@ -35,6 +35,7 @@ from sglang_ext.router.telemetry.fetch_note import DONE, NEEDLESS, FetchNote
 from sglang_ext.router.telemetry.observability import RouterMetrics
 from sglang_ext.router.telemetry.record import Record
 from sglang_ext.router.telemetry.record_file import RecordFile
+from sglang_ext.router.tenancy.tenants import KeyEntry
 from sglang_ext.tiers import all_tiers
 
 TOKENS = "tokens"
@@ -50,7 +51,7 @@ class Recorder:
         kind_of: the kind of its KV, by name; None where it cannot be fetched.
         chunk_of: tokens of a prompt that it computes in one pass, by name.
         beat_of: the last heartbeat of an instance, by name.
-        costs_of: the costs that the router expects of its instances now; None for the defaults.
+        changing: the parts of the head that can change, as they are now.
     """
 
     def __init__(
@@ -64,10 +65,10 @@ class Recorder:
         kind_of: Callable[[str], Hashable],
         chunk_of: Callable[[str], int],
         beat_of: Callable[[str], Beat | None],
-        costs_of: Callable[[], Profile | None],
+        changing: Callable[[], tuple[object, ...]],
     ) -> None:
         self.file = file
-        self._costs_of, self._costs = costs_of, costs_of()
+        self._changing, self._head = changing, changing()
         self._clock = clock
         self._role_of, self._kind_of, self._chunk_of = role_of, kind_of, chunk_of
         self._beat_of = beat_of
@@ -176,10 +177,10 @@ class Recorder:
             self._put(Gone(self.at(self._clock.monotonic()), name))
 
     def _see(self, name: str) -> None:
-        """Write the line of an instance if it has changed, and the head if the costs have: they may be those
-        of the first instance that comes."""
-        if (costs := self._costs_of()) is not self._costs:
-            self._costs = costs
+        """Write the line of an instance if it has changed, and the head if it has: costs may be those of the
+        first instance that comes, and a key file may be read again."""
+        if (head := self._changing()) != self._head:
+            self._head = head
             self.file.begin_again()
         role, beat = self._role_of(name), self._beat_of(name)
         fills = () if beat is None else tuple((fill.level, fill.size) for fill in beat.fills)
@@ -205,6 +206,35 @@ class Recorder:
 
     def __repr__(self) -> str:
         return f"Recorder({self.file})"
+
+
+def recorded_limits(entries: Iterable[KeyEntry], word: Callable[[str], str]) -> dict[str, Limits]:
+    """The limits of tenants that have any.
+
+    Args:
+        entries: the keys; of those of one tenant, the limits are added, and a key without one has no end.
+        word: hashes a tenant's name.
+    """
+    keys: dict[str, list[KeyEntry]] = {}
+    for entry in entries:
+        keys.setdefault(entry.tenant, []).append(entry)
+    found = {}
+    for tenant, own in keys.items():
+        limits = Limits(
+            max(entry.priority for entry in own),
+            _sum([entry.requests_per_second for entry in own]),
+            int(_sum([entry.burst for entry in own])),
+            int(_sum([entry.concurrent for entry in own])),
+            int(_sum([entry.tokens_per_minute for entry in own])),
+        )
+        if limits != Limits():
+            found[word(tenant)] = limits
+    return found
+
+
+def _sum(limits: Sequence[float | None]) -> float:
+    known = [limit for limit in limits if limit is not None]
+    return sum(known) if len(known) == len(limits) else 0
 
 
 def _prompts(logged: LoggedRequest, whole: bytes, namer: Namer, writer: Writer) -> Iterator[Blocks]:

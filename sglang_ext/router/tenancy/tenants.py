@@ -85,7 +85,7 @@ class Meter:
     ) -> None:
         now = clock.monotonic()
         self._clock = clock
-        self._entry = entry
+        self.entry = entry
         self._used = used
         self._others: dict[str, Use] = {}
         """The last reported use of each other router."""
@@ -99,7 +99,7 @@ class Meter:
     @property
     def digest(self) -> bytes:
         """SHA-256 of the key."""
-        return self._entry.digest
+        return self.entry.digest
 
     @property
     def elsewhere(self) -> int:
@@ -163,18 +163,18 @@ class Meter:
             and self._tokens is not None
             and (wait := self._tokens.wait(self._clock.monotonic()))
         ):
-            limit = f"this key may use {self._entry.tokens_per_minute} tokens a minute"
+            limit = f"this key may use {self.entry.tokens_per_minute} tokens a minute"
             return too_many(limit, wait, "tokens")
         return refused
 
     def _too_many(self) -> RequestRefused | None:
-        most, running = self._entry.concurrent, self.running + self.elsewhere
+        most, running = self.entry.concurrent, self.running + self.elsewhere
         if most is None or running < most:
             return None
         return too_many(f"{running} requests of this key are running, its limit", 1.0, "concurrency")
 
     def _too_fast(self, wait: float) -> RequestRefused:
-        limit = f"this key may send {self._entry.requests_per_second:g} requests a second"
+        limit = f"this key may send {self.entry.requests_per_second:g} requests a second"
         return too_many(limit, wait, "requests")
 
     @contextmanager
@@ -198,7 +198,7 @@ class Meter:
     @property
     def is_limited(self) -> bool:
         """Whether the key has any limit."""
-        limits = (self._requests, self._tokens, self._entry.concurrent)
+        limits = (self._requests, self._tokens, self.entry.concurrent)
         return any(limit is not None for limit in limits)
 
     def _notify(self) -> None:
@@ -238,7 +238,7 @@ class Meter:
             InternalError: it is impossible.
         """
         if self.running < 0:
-            raise InternalError(f"{self.running} requests of {self._entry.tenant} are running")
+            raise InternalError(f"{self.running} requests of {self.entry.tenant} are running")
 
 
 def too_many(why: str, wait_s: float, limit: str) -> RequestRefused:

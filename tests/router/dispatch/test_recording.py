@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from sglang_ext.protocol.recording import (
     Applied,
     Head,
     HintLine,
+    Limits,
     Loaded,
     Member,
     Namer,
@@ -28,6 +30,8 @@ from sglang_ext.protocol.recording import (
 from sglang_ext.router.dispatch.recording import _fetch_s
 from sglang_ext.router.telemetry.fetch_note import FetchNote, SpanNote
 from sglang_ext.router.telemetry.record_file import RecordFile, recording_key
+from sglang_ext.router.tenancy.tenants import parse_keys
+from sglang_ext.testing.waiting import until
 
 WORDS = "It reads files and edits code with care. " * 12
 PROFILE = Profile(
@@ -181,6 +185,51 @@ async def test_a_recorder_that_fails_fails_no_request(
     await stack.aclose()
     assert 'sglang_ext_router_recorded_lines{what="dropped"}' in text
     assert router.recorder.file.dropped == 2
+
+
+async def test_limits_of_tenants_are_recorded_and_those_of_a_file_read_again(
+    start_worker, start_router, client, stack, tmp_path
+) -> None:
+    path, keys = tmp_path / "day.jsonl", tmp_path / "keys.json"
+    most = {"requests_per_second": 2, "burst": 5, "tokens_per_minute": 6000}
+    own = {"key": "sk-tenant-a-1", "tenant": "ann"}
+    keys.write_text(json.dumps({"keys": [own | most, {"key": "sk-tenant-b-1", "tenant": "bob"}]}))
+    keys.chmod(0o600)
+    router = await start_router(
+        await start_worker(),
+        record=str(path),
+        api_keys_file=str(keys),
+        queue_size=7,
+        queue_policy="shortest-first",
+    )
+    headers = {"authorization": "Bearer sk-tenant-a-1"}
+
+    async def ask() -> None:
+        body = {"text": WORDS, "sampling_params": {"max_new_tokens": 4}}
+        async with client.post(router.url + "/generate", json=body, headers=headers) as answer:
+            assert answer.status == 200, await answer.text()
+
+    await ask()
+    await until(lambda: b'"limits"' in path.read_bytes(), what="the limits in the file")
+    more = {
+        "key": "sk-tenant-a-2",
+        "tenant": "ann",
+        "priority": 3,
+        "requests_per_second": 0.5,
+        "concurrent": 4,
+    }
+    router.keys.replace(parse_keys({"keys": [own | most, more]}))
+    await ask()
+    await stack.aclose()
+    assert b"ann" not in path.read_bytes()
+    lines = lines_of(path)
+    heads = [line for line in lines if isinstance(line, Head)]
+    tenant = next(line.tenant for line in lines if isinstance(line, Request))
+    # The first one is from before the key file was read.
+    assert heads[1].limits == {tenant: Limits(0, 2.0, 5, 0, 6000)}
+    assert heads[-1].limits == {tenant: Limits(3, 2.5)}, "a key without a limit has no end"
+    for head in heads:
+        assert (head.settings["--queue-size"], head.settings["--queue-policy"]) == (7, "shortest-first")
 
 
 def a_line(number: int) -> Iterator[Loaded]:
