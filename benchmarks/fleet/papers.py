@@ -324,7 +324,7 @@ class SymphonysModel:
     name: str
     config: dict[str, int]
     kv_bytes: int
-    weights_bytes: int
+    weights_bytes: float
 
 
 SYMPHONYS_MODELS = {
