@@ -1,7 +1,7 @@
 """Speculative decoding with the shared cache: the draft model's KV comes from DRAM and disk with the model's.
 
 The draft has the model's weights, so that it guesses well. A hit must leave answers and guesses as they were:
-the same tokens, in as many passes. The long form has latents and Gemma 3 too.
+the same tokens, in as many passes. The long form has latents, Gemma 3 and an EAGLE head too.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ import random
 import shutil
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from disk_damage import damage_last_layer, runs
-from draft_models import SILENT, drafted_gemma
+from draft_models import SILENT, drafted_gemma, eagle_head
 
 from sglang_ext.testing.models import RECIPES, model_path
 from sglang_ext.testing.waiting import wait_until
@@ -32,10 +34,11 @@ BLOCK = 16
 BLOCKS = 20
 """Of a prompt. HBM holds two prompts, DRAM four."""
 NEW_TOKENS = 24
-DRAFT_LAYERS = 4
 GEMMA = "tiny-gemma3"
+EAGLE = "tiny-eagle"
+"""The tiny model with an EAGLE head."""
 # SGLang 0.5.23 starts the draft of a Qwen3-MoE or DeepSeek model as its MTP layer, whatever the algorithm.
-MODELS = ["tiny", *(pytest.param(name, marks=pytest.mark.long) for name in ("tiny-mla", GEMMA))]
+MODELS = ["tiny", *(pytest.param(name, marks=pytest.mark.long) for name in ("tiny-mla", GEMMA, EAGLE))]
 
 
 @dataclass(frozen=True)
@@ -46,17 +49,48 @@ class Drafted:
     passes: int
 
 
-def spec(model: str, weights: Path, folder: Path) -> ServerSpec:
-    dram = (4 * BLOCKS + 4) * BLOCK * 2 * RECIPES[model].kv_elements_per_token * 4
+@dataclass(frozen=True)
+class Pair:
+    """weights: of the model. draft: its folder; its last layers compute what the model's layers compute."""
+
+    model: str
+    weights: Path
+    draft: Path
+    algorithm: str = "STANDALONE"
+    draft_layers: int = 4
+
+    @staticmethod
+    def of(kind: str, folder: Path) -> Pair:
+        """folder: where changed models may be written."""
+        if kind == EAGLE:
+            return Pair("tiny", model_path("tiny"), eagle_head(folder / "head"), "EAGLE", 5)
+        weights = drafted_gemma(folder / kind) if kind == GEMMA else model_path(kind)
+        return Pair(kind, weights, weights)
+
+    def prompts(self, count: int, seed: int) -> list[list[int]]:
+        """Random prompts of `BLOCKS` blocks and four tokens."""
+        rng = random.Random(seed)
+        found = [[rng.randrange(100, 30_000) for _ in range(BLOCKS * BLOCK + 4)] for _ in range(count)]
+        if self.model == GEMMA:
+            for prompt in found:
+                prompt[0] = SILENT
+        return found
+
+
+def spec(pair: Pair, folder: Path) -> ServerSpec:
+    model = RECIPES[pair.model]
+    layers = model.config["num_hidden_layers"]
+    token_bytes = 4 * model.kv_elements_per_token * (layers + pair.draft_layers) // layers
     return ServerSpec(
-        model=model,
+        model=pair.model,
         flags=(
-            *("--model-path", str(weights), "--speculative-algorithm", "STANDALONE"),
-            *("--speculative-draft-model-path", str(weights)),
+            *("--model-path", str(pair.weights), "--speculative-algorithm", pair.algorithm),
+            *("--speculative-draft-model-path", str(pair.draft)),
             *("--speculative-num-steps", "3", "--speculative-eagle-topk", "1"),
             *("--speculative-num-draft-tokens", "4"),
             *("--radix-cache-backend", "global", "--kv-check", "--kv-load-policy", "always"),
-            *("--kv-dram-size", str(dram), "--kv-disk-path", str(folder), "--kv-disk-size", "1GB"),
+            *("--kv-dram-size", str((4 * BLOCKS + 4) * BLOCK * token_bytes)),
+            *("--kv-disk-path", str(folder), "--kv-disk-size", "1GB"),
             *("--max-total-tokens", "900", "--chunked-prefill-size", "256", "--enable-metrics"),
         ),
         environment=STRICT,
@@ -76,35 +110,22 @@ def ask(server: ServerProcess, prompt: list[int], **fields: Any) -> Drafted:
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def model(request: pytest.FixtureRequest) -> str:
-    return request.param
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return Pair.of(request.param, tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")
-def weights(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of the model and of its draft."""
-    if model == GEMMA:
-        return drafted_gemma(tmp_path_factory.mktemp("models") / model)
-    return model_path(model)
-
-
-@pytest.fixture(scope="module")
-def folder(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("kv")
 
 
 @pytest.fixture(scope="module")
-def prompts(model: str) -> list[list[int]]:
-    rng = random.Random(5)
-    found = [[rng.randrange(100, 30_000) for _ in range(BLOCKS * BLOCK + 4)] for _ in range(6)]
-    if model == GEMMA:
-        for prompt in found:
-            prompt[0] = SILENT
-    return found
+def prompts(pair: Pair) -> list[list[int]]:
+    return pair.prompts(6, seed=5)
 
 
 @pytest.fixture(scope="module")
-def cold(model: str, weights: Path, folder: Path, prompts: list[list[int]]) -> list[Drafted]:
+def cold(pair: Pair, folder: Path, prompts: list[list[int]]) -> list[Drafted]:
     """Answers of a server that computed them, wrote them to disk, and was then killed. The draft's KV of the
     last prompt, which is in the last layers, is damaged then, with forged checksums."""
 
@@ -115,7 +136,7 @@ def cold(model: str, weights: Path, folder: Path, prompts: list[list[int]]) -> l
             if sample.startswith("sglang_ext_cache_blocks{") and 'tier="disk"' in sample
         )
 
-    with ServerProcess(spec(model, weights, folder)) as server:
+    with ServerProcess(spec(pair, folder)) as server:
         answers = [ask(server, prompt) for prompt in prompts[:-1]]
         wait_until(lambda: on_disk(server) >= 5 * BLOCKS, seconds=20, what="five prompts on disk")
         sound = runs(folder)
@@ -123,7 +144,7 @@ def cold(model: str, weights: Path, folder: Path, prompts: list[list[int]]) -> l
         wait_until(lambda: on_disk(server) >= 6 * BLOCKS, seconds=20, what="six prompts on disk")
         (scheduler,) = server.processes("sglang::scheduler")
         os.kill(scheduler, signal.SIGKILL)
-    damage_last_layer(runs(folder) - sound, _spoil, forge=True, layers=DRAFT_LAYERS)
+    damage_last_layer(runs(folder) - sound, _spoil, forge=True, layers=pair.draft_layers)
     (rank,) = folder.iterdir()
     shutil.rmtree(rank / INDEX_DIRECTORY)
     assert repair_directory(rank).blocks >= 6 * BLOCKS
@@ -135,8 +156,8 @@ def _spoil(layer: bytearray) -> None:
 
 
 @pytest.fixture(scope="module")
-def server(model: str, weights: Path, folder: Path, cold: list[Drafted]) -> Iterator[ServerProcess]:
-    with ServerProcess(spec(model, weights, folder)) as server:
+def server(pair: Pair, folder: Path, cold: list[Drafted]) -> Iterator[ServerProcess]:
+    with ServerProcess(spec(pair, folder)) as server:
         yield server
 
 
@@ -167,3 +188,35 @@ def test_damaged_kv_of_the_draft_costs_guesses_and_no_answer(
     assert damaged.answer.disk_tokens == BLOCKS * BLOCK
     assert damaged.answer.tokens == cold[-1].answer.tokens
     assert damaged.passes > cold[-1].passes + 2
+
+
+def given_up(server: ServerProcess) -> float:
+    """Blocks that left DRAM so far."""
+    return server.metrics()['sglang_ext_cache_dram_blocks_total{event="evicted",tp_rank="0"}']
+
+
+def has_given_up(server: ServerProcess, count: float) -> bool:
+    return given_up(server) >= count
+
+
+def test_drafts_from_dram_guess_as_well_while_others_want_it(
+    server: ServerProcess, pair: Pair, prompts: list[list[int]], cold: list[Drafted]
+) -> None:
+    """sglang#30321: a prompt comes from DRAM, which is full, in the batch of others whose KV goes there. The
+    last prompt, with damaged KV of its draft, is the twin."""
+    last = len(prompts) - 1
+    for index in (0, 1, last):
+        *before, one, another = pair.prompts(5, seed=30 + index)
+        for prompt in (prompts[index], *before):
+            ask(server, prompt)
+        evicted = given_up(server) + 2 * BLOCKS
+        with ThreadPoolExecutor(3) as clients:
+            again, *_ = clients.map(lambda prompt: ask(server, prompt), (prompts[index], one, another))
+        assert (again.answer.hbm_tokens, again.answer.dram_tokens) == (0, BLOCKS * BLOCK)
+        wait_until(partial(has_given_up, server, evicted), seconds=20, what="DRAM to be wanted")
+        if index == last:
+            assert again.answer.tokens == cold[index].answer.tokens
+            assert again.passes > cold[index].passes + 2
+        else:
+            assert_same(cold[index].answer, again.answer)
+            assert again.passes == cold[index].passes
