@@ -455,7 +455,7 @@ class Index(PromptTrees):
                 piece: Piece | None = node.placements.get(holder)
                 if piece is not None and not piece.run.tiers & hbm:
                     below = {}
-                    held = _in_memory(path[: end + 1], holder, below)
+                    held = _in_memory(path, end + 1, holder, below)
                 if replica.named:
                     below = below or {}
                     held += self._by_name(replica, tenant, key, held, names, below)
@@ -680,26 +680,39 @@ def names_of(naming: Naming, tenant: Tenant, key: bytes, block_size: int) -> lis
     return block_keys(namespace.digest(), key, block_size)
 
 
-def _in_memory(path: Sequence[tuple[int, Node]], holder: Holder, below: dict[Tier, int]) -> int:
-    """Blocks that a holder of a whole path has in memory. Adds to ``below`` the number of blocks by nearest
-    tier below HBM. A tier with a block has all blocks before it, so sets of tiers only lose members along the
-    path. An unknown tier, from a newer peer, ends the count."""
-    held, hbm = 0, _HBM
-    beyond: dict[int, int] = {}
-    """Set of tiers without HBM -> end of the prefix in these tiers, in blocks."""
-    for blocks, node in path:
-        bits = node.placements[holder].run.tiers
-        if bits & hbm:
-            held = blocks
+def _in_memory(path: Sequence[tuple[int, Node]], count: int, holder: Holder, below: dict[Tier, int]) -> int:
+    """Blocks that a holder of the first ``count`` nodes of a path has in memory. Adds to ``below`` the number
+    of blocks by nearest tier below HBM.
+
+    A tier with a block has all blocks before it, so sets of tiers only lose members along the path. A popular
+    beginning has many nodes and many holders, so it is not walked for each of them. An unknown tier, from a
+    newer peer, ends the count.
+    """
+    low, high = 0, count
+    while low < high:
+        middle = (low + high) // 2
+        if path[middle][1].placements[holder].run.tiers & _HBM:
+            low = middle + 1
         else:
-            beyond[bits] = blocks
-    for bits, end in beyond.items():
+            high = middle
+    held = path[low - 1][0] if low else 0
+    while low < count:
+        bits = path[low][1].placements[holder].run.tiers
         tier = nearest_in(bits)
         if tier is None:
             break
-        if end > held:
-            below[tier] = below.get(tier, 0) + end - held
-            held = end
+        high = count
+        if path[count - 1][1].placements[holder].run.tiers == bits:
+            low = count  # as nearly always
+        while low < high:
+            middle = (low + high) // 2
+            if path[middle][1].placements[holder].run.tiers == bits:
+                low = middle + 1
+            else:
+                high = middle
+        end = path[low - 1][0]
+        below[tier] = below.get(tier, 0) + end - held
+        held = end
     return held
 
 
