@@ -166,7 +166,9 @@ def test_a_run_calls_neither_clocks_nor_generators_of_the_machine() -> None:
     what += ",requests_per_second=2,concurrent=9,tokens_per_minute=1000000,priority=0/1,most_running=3"
     what += ",max_concurrent_requests=50,bytes_per_minute=9000000,queue_size=9"
     assert probed(what)["requests"] > 0
-    roles = "prefill=2,decode=2,pd_caching=3,rate=4,role_controller=on,role_dwell_secs=3,requests=120,hbm=700"
+    roles = (
+        "prefill=2,decode=2,pd_caching=3,rate=20,role_controller=on,role_dwell_secs=3,requests=120,hbm=700"
+    )
     assert probed(roles)["role_changes"]
 
 

@@ -8,7 +8,7 @@ from bisect import bisect_left, insort
 
 import numpy as np
 
-from sglang_ext.router.policies.base import Fleet, Instance, Role, WholeFleet
+from sglang_ext.router.policies.base import CACHED, Fleet, Instance, Role, WholeFleet
 from sglang_ext.router.policies.fleet_queries import load_of
 from sglang_ext.router.policies.outlook import Numbers
 
@@ -26,7 +26,7 @@ class Standing:
         self._places: dict[str, int] = {}
         """Never changed in place: a caller that holds it keeps the places of its own moment."""
         self._by_load: list[tuple[int, int, int, int, str]] = []
-        self._counts: Numbers = np.zeros((4, ROOM), np.int64)
+        self._counts: Numbers = np.zeros((CACHED + 1, ROOM), np.int64)
         """See ``WholeFleet.counts``; with room for more instances."""
         self._apart = self._doubted = self._awaited = 0
         """How many only prefill or decode, are not trusted, are awaited."""
@@ -73,10 +73,13 @@ class Standing:
     def _write(self, place: int, instance: Instance) -> None:
         """Enter the counts of the instance at a place."""
         if place >= self._counts.shape[1]:
-            self._counts = np.concatenate([self._counts, np.zeros((4, place + ROOM), np.int64)], axis=1)
+            self._counts = np.concatenate(
+                [self._counts, np.zeros((CACHED + 1, place + ROOM), np.int64)], axis=1
+            )
         counts = self._counts
         counts[0, place], counts[1, place] = instance.in_flight, instance.queued_tokens
-        counts[2, place], counts[3, place] = instance.cached_tokens, instance.last_picked
+        counts[2, place], counts[3, place] = instance.fill, instance.last_picked
+        counts[CACHED, place] = instance.cached_tokens
 
     def _discount(self, instance: Instance) -> None:
         self._count(instance, -1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 import msgspec
 
@@ -63,7 +63,16 @@ class Instance(msgspec.Struct, frozen=True):
     """Compatibility key of a prefill or decode instance; empty when unknown. Instances whose keys do not fit
     are never paired (``fleet_queries.decoders_for``)."""
 
+    @property
+    def fill(self) -> int:
+        """``cached_tokens`` to four binary digits: instances with full memory differ by some blocks, which is
+        no reason to choose one of them."""
+        digits = max(0, self.cached_tokens.bit_length() - 4)
+        return (self.cached_tokens + (1 << digits >> 1)) >> digits << digits
 
+
+CACHED: Final = 4
+"""Row of ``cached_tokens`` in ``WholeFleet.counts``."""
 Fleet: TypeAlias = tuple[Instance, ...]
 """The instances that can take the request; never empty."""
 
@@ -86,8 +95,9 @@ class WholeFleet(tuple[Instance, ...]):
     by_load: list[tuple[int, int, int, int, str]]
     """``fleet_queries.load_of`` of each instance, the least loaded first; holds as long as ``counts``."""
     counts: Numbers
-    """``in_flight``, ``queued_tokens``, ``cached_tokens`` and ``last_picked`` of each instance: shape (4, n),
-    integers. They follow the instances, so they hold while one decision is made."""
+    """``in_flight``, ``queued_tokens``, ``fill``, ``last_picked`` and ``cached_tokens`` of each instance:
+    integers, shape (5, n), the first four in the order of ``fleet_queries.load_of``. They follow the
+    instances, so they hold while one decision is made."""
 
     def __new__(
         cls,

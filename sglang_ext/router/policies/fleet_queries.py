@@ -8,7 +8,7 @@ from operator import attrgetter
 import numpy as np
 
 from sglang_ext.protocol.compatibility import fits
-from sglang_ext.router.policies.base import Fleet, Instance, Match, Matches, Reason, Role, WholeFleet
+from sglang_ext.router.policies.base import CACHED, Fleet, Instance, Match, Matches, Reason, Role, WholeFleet
 from sglang_ext.router.policies.outlook import Numbers
 
 _ROLE = attrgetter("role")
@@ -69,7 +69,8 @@ def counts_of(fleet: Fleet) -> Numbers:
     """See ``WholeFleet.counts``."""
     if isinstance(fleet, WholeFleet):
         return fleet.counts
-    return np.array([load_of(instance)[:4] for instance in fleet], np.int64).T
+    rows = [(*load_of(instance)[:4], instance.cached_tokens) for instance in fleet]
+    return np.array(rows, np.int64).T
 
 
 def first_targets(fleet: Fleet) -> Fleet:
@@ -108,11 +109,11 @@ def decoders_for(fleet: Fleet, prefill: Instance) -> list[Instance]:
 
 
 load_of: Callable[[Instance], tuple[int, int, int, int, str]] = attrgetter(
-    "in_flight", "queued_tokens", "cached_tokens", "last_picked", "name"
+    "in_flight", "queued_tokens", "fill", "last_picked", "name"
 )
-"""Sort key: least loaded first; among equals, the least cached tokens, then the longest time since chosen.
+"""Sort key: least loaded first; among equals, the least filled memory, then the longest time since chosen.
 
-The cached tokens spread new conversations over the memory of an idle fleet.
+The fill spreads new conversations over the memory of an idle fleet.
 """
 
 
@@ -149,7 +150,7 @@ def busier_than(fleet: Fleet, requests: int) -> list[Instance]:
 def least_cached(fleet: Fleet, without: frozenset[str]) -> int:
     """The fewest cached tokens of an instance, apart from some of them."""
     if isinstance(fleet, WholeFleet):
-        cached = fleet.counts[2]
+        cached = fleet.counts[CACHED]
         if without:
             cached = cached.copy()
             cached[[fleet.places[name] for name in without]] = cached.max()

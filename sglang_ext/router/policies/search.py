@@ -16,6 +16,7 @@ import numpy as np
 
 from sglang_ext.router.policies.assembly import choose_decode
 from sglang_ext.router.policies.base import (
+    CACHED,
     NOTHING,
     Costs,
     Fleet,
@@ -38,8 +39,6 @@ TRIES = 3
 """Instances that are looked at for the reads of their kind: an agent may be silent, and its kind not know."""
 MANY, LOOKS = 8, 32
 """Where one of so many instances is cheap, so many of the least loaded are looked at one by one."""
-CACHED = 2
-"""Row of ``cached_tokens`` in ``WholeFleet.counts``."""
 
 
 class Search:
@@ -302,7 +301,7 @@ class Search:
                 place = known[load[4]]
                 if cheap[place]:
                     return place
-        for counts in self._counts:
+        for counts in self._counts[:CACHED]:
             if len(places) <= FEW:
                 break
             at = counts[places]
