@@ -177,11 +177,11 @@ class Choice(msgspec.Struct, frozen=True, omit_defaults=True):
 class Request(Line, frozen=True, tag="request"):
     """A request, written when it has ended. ``at`` is its arrival.
 
-    id, tenant, session: hashed; empty for none. decided_s, first_byte_s, ended_s: from the arrival; the
-    first, to the choice of the last attempt's instance. routed_s: the router's own stages until it sent the
-    request on. cached: tokens that the instance reports as cached; tiers: by tier. stages: seconds by stage,
-    the router's first. fetch_s: for which KV was read from other instances; negative where it did not come
-    within so many.
+    id, tenant, session: hashed; empty for none. decided_s, sent_s, first_byte_s, ended_s: from the arrival;
+    the first two, to the choice of the last attempt's instance, and to the sending there. routed_s: the
+    router's own stages until it sent the request on. cached: tokens that the instance reports as cached;
+    tiers: by tier. stages: seconds by stage, the router's first. fetch_s: for which KV was read from other
+    instances; negative where it did not come within so many.
     """
 
     id: str
@@ -203,6 +203,7 @@ class Request(Line, frozen=True, tag="request"):
     queued_s: float = 0.0
     routed_s: float = 0.0
     decided_s: float | None = None
+    sent_s: float | None = None
     first_byte_s: float | None = None
     ended_s: float = 0.0
     stages: Mapping[str, float] = {}

@@ -163,16 +163,15 @@ class Engine:
 
     def each_pass(self, now: float) -> None:
         """Complete the copies that have ended, and take the next step of each planner (`RankCache`)."""
+        if self.prefetcher.alarm <= now:
+            self.prefetcher.expire(now)
         self.ranks.each_pass()
         for planner in self._acting:
             planner.each_pass()
-        if self.prefetcher.alarm <= now:
-            self.prefetcher.expire(now)
 
-    @property
-    def busy(self) -> bool:
-        """Whether the next passes of an idle instance have something to do."""
-        return self.prefetcher.busy or (self.peers is not None and self.peers.busy)
+    def next_pass(self, now: float) -> float:
+        """When an instance that nothing wakes takes its next pass; infinite for never."""
+        return now if self.prefetcher.goes_on else max(now, self.prefetcher.alarm)
 
     def fills(self) -> tuple[Fill, ...]:
         """Of heartbeats."""

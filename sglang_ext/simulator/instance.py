@@ -543,8 +543,8 @@ class Instance:
             self._ratio.reset()
         if self._results:
             self._hold_results()
-        if not self._computing and (alarm := self.engine.prefetcher.alarm) < math.inf:
-            self._turn_by(max(now, alarm))
+        if not self._computing and (again := self.engine.next_pass(now)) < math.inf:
+            self._turn_by(again)
         self._published()
 
     def _hold_results(self) -> None:

@@ -263,6 +263,7 @@ class SimulatedRouter:
                 break
             self.counts["choose"] += 1
             self._drawn.clear()
+            chosen = self._clock.monotonic()
             found = self.chooser.choose(flight, excluded)
             if turn.observed is not None and turn.observed.fetch_s is not None:
                 # The exports of this fetch are named by these.
@@ -270,6 +271,8 @@ class SimulatedRouter:
             if found is None:
                 break
             await self.chooser.prepared(flight)
+            if turn.observed is not None:
+                await self._clock.sleep(chosen + turn.observed.sending_s - self._clock.monotonic())
             try:
                 attempt = self._attempt if found[0].decode is None else self._pair
                 await attempt(flight, found[0], prompt, turn, arrived)

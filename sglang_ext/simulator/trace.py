@@ -7,6 +7,7 @@ were recorded. No recorded choice or hit goes into the load: `agreement` compare
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,7 @@ import orjson
 from sglang_ext.errors import ConfigError
 from sglang_ext.keys import TOKEN_BYTES
 from sglang_ext.protocol.recording import (
+    Applied,
     Blocks,
     Head,
     HintLine,
@@ -169,6 +171,7 @@ def _recording(lines: Iterator[bytes]) -> Trace:
     requests: list[Request] = []
     hints: list[HintLine] = []
     reports: list[Loaded] = []
+    ages: list[float] = []
     for line in read_recording(lines):
         if isinstance(line, Head):
             if line.block_size != BLOCK_TOKENS:
@@ -186,6 +189,8 @@ def _recording(lines: Iterator[bytes]) -> Trace:
             hints.append(line)
         elif isinstance(line, Loaded):
             reports.append(line)
+        elif isinstance(line, Applied) and line.age_s:
+            ages.append(line.age_s)
     requests.sort(key=lambda line: line.at)
     zero = min((line.at for line in (*requests, *hints)), default=0.0)
     for number, line in enumerate(requests):
@@ -211,6 +216,8 @@ def _recording(lines: Iterator[bytes]) -> Trace:
     trace.kinds = {name: line.kv for name, line in members.items() if line.kv}
     if chunk := min((line.chunk for line in members.values()), default=0):
         trace.settings["chunk"] = chunk
+    if ages:
+        trace.settings["lag_ms"] = round(1e3 * statistics.median(ages), 3)
     trace.settings |= _limits(limits, tenants)
     trace.tiers = {name: min(size.get(name, 0) for size in sizes) for name in (sizes[0] if sizes else {})}
     return trace
@@ -268,7 +275,10 @@ def _observed(line: Request) -> Observed | None:
     chosen_s = line.routed_s if line.decided_s is None else line.decided_s
     decided_s = min(began_s, max(0.0, chosen_s - line.queued_s))
     fetch_s = math.inf if line.fetch_s is not None and line.fetch_s < 0 else line.fetch_s
-    return Observed(decided_s, began_s, computed_s, first_s, max(first_s, line.ended_s), fetch_s)
+    sending_s = 0.0 if line.sent_s is None or line.decided_s is None else line.sent_s - line.decided_s
+    return Observed(
+        decided_s, began_s, computed_s, first_s, max(first_s, line.ended_s), fetch_s, max(0.0, sending_s)
+    )
 
 
 def _tokens(names: Sequence[str], tokens: int, tail: str) -> bytes:

@@ -36,6 +36,8 @@ class Observed:
     last_s: float
     fetch_s: float | None = None
     """That reading KV from other instances took; infinite if it did not come."""
+    sending_s: float = 0.0
+    """From the choice until the request was sent, in which exports are asked for."""
 
 
 @dataclass(frozen=True, slots=True)

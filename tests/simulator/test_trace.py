@@ -15,14 +15,14 @@ from sglang_ext.cost_model import ArchLevel, Batch, CostModel, Identity, Profile
 from sglang_ext.cost_model.model import DefaultExecution
 from sglang_ext.cost_model.profile import SCHEMA
 from sglang_ext.errors import ConfigError
-from sglang_ext.protocol.recording import Choice, Fill, Head, Loaded, Member, Namer, Request, Writer
+from sglang_ext.protocol.recording import Applied, Choice, Fill, Head, Loaded, Member, Namer, Request, Writer
 from sglang_ext.simulator import command
 from sglang_ext.simulator.command import Arguments, settings_of
 from sglang_ext.simulator.outcome import STAGES
 from sglang_ext.simulator.run import simulate, url
 from sglang_ext.simulator.settings import Settings, changed
 from sglang_ext.simulator.trace import Trace, TracedSession, read_trace
-from sglang_ext.simulator.workload import Observed, Turn, mixed
+from sglang_ext.simulator.workload import Announcement, Observed, Turn, mixed
 from tests.simulator.small_fleet import write_recording
 
 FLEET = changed(Settings(), "instances=3,requests=250,policy=prompt-tree,hbm=700,dram=2000,rate=3,fetch=off")
@@ -472,15 +472,18 @@ def test_moments_of_decisions_and_of_load_reports_are_those_recorded() -> None:
         writer.line(
             Request(
                 1000.0, id="1", path="/generate", status=200, prompts=(prompt,), queued_s=0.25, routed_s=0.5,
-                decided_s=0.375, first_byte_s=1.0, ended_s=2.0,
+                decided_s=0.375, sent_s=0.5, first_byte_s=1.0, ended_s=2.0,
             )
         ),
+        *(writer.line(Applied(1000.5, "a", 1, age_s=age)) for age in (0.001, 0.0, 0.003, 9.0)),
         writer.line(Loaded(1000.75, "a", 1, 2, 300)),
     ]  # fmt: skip
     trace = read_trace(lines)
     observed = trace.sessions[0].turn.observed
     assert observed is not None
     assert observed.decided_s == 0.125, "the wait for admission is simulated"
+    assert observed.sending_s == 0.125
+    assert trace.settings["lag_ms"] == 3.0, "the median of the ages that are known"
     assert trace.reports == {"a": [-0.5, 0.75]}
 
 
@@ -582,3 +585,22 @@ def test_a_replayed_request_is_looked_for_on_disk_when_it_has_come() -> None:
 
     assert found(began_s=0.5) == {"disk": 16 * blocks}
     assert found(began_s=0.0) == {}
+
+
+@pytest.mark.parametrize("hinted", [True, False], ids=["hints", "none, the twin"])
+def test_hints_bring_kv_to_hbm_at_an_instance_that_is_idle(hinted: bool) -> None:
+    """Of two prompts at once, one after the other. Nothing else wakes the instance until they come again."""
+    blocks = 40
+    rng = random.Random(1)
+    prompts = [rng.randbytes(64 * blocks + 4) for _ in range(12)]
+    fleet = changed(Settings(), "instances=1,requests=14,hbm=100,dram=1000,fetch=off")
+    observed = Observed(0.0, 0.01, 0.1, 0.1, 0.2)
+    trace = Trace()
+    for number, key in enumerate([*prompts, *prompts[:2]]):
+        turn = Turn(key, b"abcd", id=str(number), observed=observed)
+        trace.sessions.append(TracedSession(f"s{number % 12}", 0, 20.0 * number, turn))
+        if hinted and number < 2:
+            trace.announcements.append(Announcement(20.0 * 12 - 1.0, f"s{number}", 0, key + b"abcd", 0.0))
+    decided = simulate(fleet, trace=trace).decided
+    tier = "hbm" if hinted else "dram"
+    assert [dict(decided[again].hits) for again in ("12", "13")] == [{tier: 16 * blocks}] * 2

@@ -193,16 +193,23 @@ class Prefetcher(Planner):
         """Take the next step, once per pass of the scheduler's loop. Does not wait."""
         if not self.prompts:
             return
-        first = self.prompts.first()
-        for prompt in first:
+        for prompt in self.prompts.first():
             if not prompt.begun:
                 self._begin(prompt)
-        ready = [each for each in first if all(disk.ready(each) for disk in self._promotions)]
+        ready = self._ready()
         for prompt in ready:
             if not prompt.due:
                 self._rest(prompt)
         if not self.pieces and ready and ready[0].due:
             self._go_on(ready[0])
+
+    def _ready(self) -> list[Prompt]:
+        """The prompts to bring now of which no block is on its way from disk."""
+        return [
+            each
+            for each in self.prompts.first()
+            if each.begun and all(disk.ready(each) for disk in self._promotions)
+        ]
 
     def _rest(self, prompt: Prompt) -> None:
         """Unlock its blocks in DRAM, where all that fit have arrived, until it is due and begins again."""
@@ -263,6 +270,11 @@ class Prefetcher(Planner):
     def busy(self) -> bool:
         """Whether the next passes of an idle scheduler have something to do."""
         return bool(self.pieces) or self.prompts.busy(self._clock.monotonic())
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the next pass begins or ends a piece, although nothing arrives or expires until then."""
+        return bool(self.prompts) and not self.pieces and any(each.due for each in self._ready())
 
     @property
     def alarm(self) -> float:

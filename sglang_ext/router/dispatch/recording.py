@@ -124,6 +124,7 @@ class Recorder:
                 queued_s=record.queued_s,
                 routed_s=_until_routed(record),
                 decided_s=None if record.decided is None else record.decided - record.started,
+                sent_s=None if record.sent is None else record.sent - record.started,
                 first_byte_s=None if record.first_byte is None else record.first_byte - record.started,
                 ended_s=ended_s,
                 stages=stages,

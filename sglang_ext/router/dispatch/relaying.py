@@ -155,6 +155,7 @@ class Relay:
     async def _answer(self, flight: Flight, placement: Placement, instance: str, body: bytes) -> None:
         """Have ``instance`` answer the client."""
         queued = max(0, flight.units - placement.matched)
+        flight.record.sent = self._costs.now()
         sending = self._costs.sending(
             placement.instance,
             queued,

@@ -110,6 +110,8 @@ class Record:
     queued_s: float = 0.0
     decided: float | None = None
     """When the instance of the last attempt was chosen."""
+    sent: float | None = None
+    """When the request was sent to it."""
     first_byte: float | None = None
     error: str | None = None
     trace_id: str | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -35,17 +36,41 @@ from tests.support.servers.server import ServerProcess, ServerSpec
 
 pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(1800)]
 
+MODEL_FLAG = "--json-model-override-args"
 SERVERS, SESSIONS, BEGINNINGS = 3, 72, 5
 RATE = 0.4
 """Sessions a second. Servers on two cores are a third busy with it; where requests queue, placements that are
 nearly worth the same depend on milliseconds."""
 THINK_S = 1.5
 FLAGS = (
-    *("--radix-cache-backend", "global", "--max-total-tokens", "6144", "--kv-dram-size", "24MB"),
+    *("--radix-cache-backend", "global", "--max-total-tokens", "6144"),
     *("--chunked-prefill-size", "1024", "--enable-cache-report", "--sleep-on-idle"),
 )
+AWAY_S, HINTED_S = 60.0, 0.5
 SHADOWED = 6
 """Requests that go through a shadow, too."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """How KV moves. fetches: servers have one model and fetch from each other. away: users are away for a
+    minute once. hints: half a second before each turn. least: the least shares of requests with the same
+    instance and with the same tokens from each tier."""
+
+    dram: str = "24MB"
+    disk: bool = False
+    fetches: bool = False
+    away: bool = False
+    hints: bool = False
+    least: tuple[float, float] = (0.99, 0.95)
+
+
+PLAIN = Case()
+CROSSINGS = {
+    "disks": Case(dram="12MB", disk=True, away=True),
+    "hints": Case(dram="96MB", away=True, hints=True),
+    "fetches": Case(fetches=True),
+}
 
 
 @dataclass(frozen=True)
@@ -58,7 +83,7 @@ class Talk:
     turns: list[tuple[list[int], int, float]]
 
 
-def talks(rng: random.Random) -> list[Talk]:
+def talks(rng: random.Random, case: Case) -> list[Talk]:
     """Sessions as they arrive. The first of their beginnings is the most popular."""
     beginnings = [random_prompt(rng, rng.randint(150, 500)) for _ in range(BEGINNINGS)]
     weights = [1 / place for place in range(1, BEGINNINGS + 1)]
@@ -69,19 +94,31 @@ def talks(rng: random.Random) -> list[Talk]:
             (random_prompt(rng, rng.randint(20, 220)), rng.randint(4, 24), rng.expovariate(1 / THINK_S))
             for _ in range(rng.randint(2, 8))
         ]
+        if case.away:
+            more, length, pause_s = turns[-1]
+            turns[-1] = (more, length, pause_s + AWAY_S)
         found.append(Talk(f"talk-{number}", now, rng.choices(beginnings, weights)[0], turns))
     return found
 
 
-async def play(url: str, load: list[Talk]) -> list[str]:
+async def play(url: str, load: list[Talk], *, hints: bool = False) -> list[str]:
     """Send all turns, each after the answer to the one before. Returns the ids of their requests."""
     names: list[str] = []
+
+    async def pause(client: aiohttp.ClientSession, talk: Talk, seconds: float, first: bool) -> None:
+        if first or not hints or seconds < HINTED_S:
+            await asyncio.sleep(seconds)
+            return
+        await asyncio.sleep(seconds - HINTED_S)
+        async with client.post(f"{url}/v1/advisory", json={"session": talk.name}) as response:
+            assert response.status in (200, 202), await response.text()
+        await asyncio.sleep(HINTED_S)
 
     async def session(client: aiohttp.ClientSession, talk: Talk) -> None:
         await asyncio.sleep(talk.start_s)
         tokens = list(talk.beginning)
         for more, length, pause_s in talk.turns:
-            await asyncio.sleep(pause_s)
+            await pause(client, talk, pause_s, tokens == talk.beginning)
             tokens += more
             sampling = {"temperature": 0, "max_new_tokens": length, "ignore_eos": True}
             body = {"input_ids": tokens, "sampling_params": sampling, "stream": True}
@@ -116,19 +153,22 @@ class Recorded:
         return read_trace(self.lines)
 
 
-def _servers(stack: ExitStack, url: str, key: Path) -> list[ServerProcess]:
-    """Servers that a router knows. Each has a model of another name, so that none fetches from another: how
-    long a fetch takes on a busy machine is not known in advance."""
+def _servers(stack: ExitStack, url: str, key: Path, case: Case) -> list[ServerProcess]:
+    """Servers that a router knows. Unless they fetch, each has a model of another name."""
     servers = []
     for number in range(SERVERS):
-        own = ("--kv-instance-id", f"s{number}", "--json-model-override-args", json.dumps({"name": number}))
+        own = ["--kv-instance-id", f"s{number}", "--kv-dram-size", case.dram]
+        if not case.fetches:
+            own += [MODEL_FLAG, json.dumps({"name": number})]
+        if case.disk:
+            own += ["--kv-disk-path", str(key.parent / f"disk-{number}"), "--kv-disk-size", "1GB"]
         router = ("--kv-router", url, "--kv-cluster-key-file", str(key))
         servers.append(ServerProcess(ServerSpec(flags=(*FLAGS, *own, *router))))
         stack.callback(servers[-1].stop)
     return servers
 
 
-async def _run(folder: Path) -> Recorded:
+async def _run(folder: Path, case: Case) -> Recorded:
     key = folder / "cluster.key"
     key.touch(mode=0o600)
     key.write_text("a-test-s-key-0123456789-abcdefghijklmnop\n", encoding="utf-8")
@@ -137,10 +177,10 @@ async def _run(folder: Path) -> Recorded:
         async with Router(
             RouterConfig(port=free_port(), record=str(day), cluster_key_file=str(key), policy="cost")
         ) as router:
-            servers = _servers(stack, router.url, key)
+            servers = _servers(stack, router.url, key, case)
             await asyncio.gather(*(asyncio.to_thread(server.start) for server in servers))
             await until(lambda: sum(row.trusted for row in router.fleet.usable()) == SERVERS, 120)
-            ids = await play(router.url, talks(random.Random("replay")))
+            ids = await play(router.url, talks(random.Random("replay"), case), hints=case.hints)
             async with aiohttp.ClientSession() as client:
                 async with client.get(f"{router.url}/metrics") as answer:
                     metrics = await answer.text()
@@ -166,7 +206,7 @@ def recorded(
     preloaded_servers: None, leak_guard: LeakGuard, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Recorded]:
     with leak_guard.adopting():
-        yield asyncio.run(_run(tmp_path_factory.mktemp("replay")))
+        yield asyncio.run(_run(tmp_path_factory.mktemp("replay"), PLAIN))
 
 
 def replay(trace: Trace, settings: Settings) -> Outcome:
@@ -240,3 +280,22 @@ def test_a_shadow_passes_requests_on_and_records_them(recorded: Recorded) -> Non
     requests = [line for line in read_recording(recorded.shadow) if isinstance(line, Request)]
     assert len(requests) == SHADOWED
     assert all(line.status == 200 and line.prompts for line in requests)
+
+
+@pytest.mark.parametrize("name", CROSSINGS)
+def test_the_simulator_decides_as_the_router_did_where_kv_moves(
+    name: str, preloaded_servers: None, leak_guard: LeakGuard, tmp_path: Path
+) -> None:
+    case = CROSSINGS[name]
+    with leak_guard.adopting():
+        recorded = asyncio.run(_run(tmp_path, case))
+    if kept := os.environ.get("SGLANG_EXT_REPLAY_KEEP"):
+        (Path(kept) / f"{name}.jsonl").write_bytes(b"".join(recorded.lines))
+    trace = recorded.trace()
+    found = dict(replay(trace, settings_of(Arguments(), trace)).agreement)
+    print(json.dumps(found, indent=1))
+    assert found["requests"] == recorded.requests
+    assert all(
+        share >= least
+        for share, least in zip((found["instance"], found["exact_hits"]), case.least, strict=True)
+    )

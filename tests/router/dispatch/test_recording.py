@@ -99,7 +99,7 @@ async def test_a_conversation_is_recorded_without_its_words(
         assert (line.status, line.instance, line.path) == (200, worker.url, "/v1/chat/completions")
         assert line.completion_tokens
         assert line.choices[0].reason
-        assert 0 < line.first_byte_s <= line.ended_s
+        assert 0 < line.decided_s <= line.sent_s < line.first_byte_s <= line.ended_s
         assert {"tokenize", "route"} <= line.stages.keys()
     # Each turn begins with the one before and its answer: a replay finds the same as the worker.
     before: set[str] = set()
