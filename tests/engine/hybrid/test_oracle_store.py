@@ -6,6 +6,7 @@ has had equals the oracle's.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from test_oracle_matches import KINDS, same_matches
 
+from sglang_ext.engine.movers.copies import Copies
 from sglang_ext.patches.adapter.hybrid.cache import HybridRadixCache
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("sglang_config")]
@@ -174,6 +176,27 @@ def test_match_lengths_are_those_of_sglang(kind: HybridKind) -> None:
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_match_lengths_are_those_of_sglang_for_long(kind: HybridKind) -> None:
     same_matches(kind, [UnifiedRadixCache, HybridRadixCache], ["python"] * 2, seed=4, operations=100_000)
+
+
+def late_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies end late, unless they are waited for: nodes stay locked."""
+    look, turns = Copies.look, itertools.cycle(range(7))
+    monkeypatch.setattr(Copies, "look", lambda copies: None if next(turns) else look(copies))
+
+
+def test_states_that_are_being_saved_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    late_saves(monkeypatch)
+    with stored(STATES) as rank:
+        drive(rank, seed=3, steps=250)
+        assert len(rank.scheduler.finished) > 30
+
+
+def test_a_cache_that_does_not_wait_for_saves_has_no_state_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The twin: SGLang's scheduler ends."""
+    late_saves(monkeypatch)
+    monkeypatch.setattr(HybridRadixCache, "_end_saves", lambda cache: False)
+    with stored(STATES) as rank, pytest.raises(AssertionError, match="Can not alloc mamba cache"):
+        drive(rank, seed=3, steps=250)
 
 
 @pytest.mark.parametrize("scenario", [WINDOW, STATES], ids=str)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,17 +28,28 @@ class DictLinker(UnifiedCacheLinker):
 
     Args:
         pools: of the rank.
+        is_short: whether few states are free or can be evicted; no offload is late then, because SGLang's
+            scheduler ends where offloads lock all states.
         seed: draws late offloads, failing loads, and pages that are given up.
         most: entries that are kept.
         failing: the share of loads that fail.
     """
 
-    def __init__(self, pools: HybridPools, *, seed: int = 0, most: int = 4000, failing: float = 0.0) -> None:
+    def __init__(
+        self,
+        pools: HybridPools,
+        is_short: Callable[[], bool],
+        *,
+        seed: int = 0,
+        most: int = 4000,
+        failing: float = 0.0,
+    ) -> None:
         self.pools = {name: part for name, part in COMPONENTS.items() if part in pools.planes}
         self.store: dict[tuple[PoolName, str], Page] = {}
         self.layer_done_counter = self
         self.offloaded = 0
         self._pools = pools
+        self._is_short = is_short
         self._page = pools.kind.page
         self._random = random.Random(seed)
         self._most = most
@@ -66,7 +78,7 @@ class DictLinker(UnifiedCacheLinker):
         return True
 
     def num_completed_offloads(self) -> int:
-        while self._offloads and self._random.random() < 0.5:
+        while self._offloads and (self._is_short() or self._random.random() < 0.5):
             self._save(self._offloads.popleft())
             self._done.append(True)
         return len(self._done)
@@ -169,7 +181,12 @@ class DictBelow:
     """A `DictLinker` below a cache."""
 
     def __init__(self, pools: HybridPools, cache: UnifiedRadixCache, **options: Any) -> None:
-        self.linker = DictLinker(pools, **options)
+        def is_short() -> bool:
+            states = pools.kind.states
+            free = pools.requests.mamba_allocator.available_size() if states else 0
+            return bool(states) and free + cache.mamba_evictable_size() < pools.rows
+
+        self.linker = DictLinker(pools, is_short, **options)
         cache.init_cache_linker(self.linker)
 
     def settle(self) -> None:
