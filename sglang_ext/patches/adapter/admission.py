@@ -485,7 +485,6 @@ def _unsupported_hybrid(facts: Facts) -> str | None:
         ),
         (facts.acked, "--kv-durability acked", "Use disk instead"),
         (facts.pp_size > 1, "--pp-size above 1", "Use --tp-size instead"),
-        (facts.attn_dp_size > 1, "--attn-dp-size above 1", _REPLICAS),
         # The ranks may share the heads of states.
         (facts.attn_cp_size > 1, "--attn-cp-size above 1", "Use --tp-size instead"),
     ):

@@ -146,9 +146,9 @@ def _pages(pools: str) -> dict[Column, Proof]:
 
 
 # Below SGLang's own tree, which keeps windows and states in HBM.
-_BELOW_STOCK: dict[Column, Proof] = dict.fromkeys((*TIERS, "fetch", "hints", "DP", "DP in PD"), _READ) | {
-    "TP": Proof("oracle", _RANKS)
-}
+_BELOW_STOCK: dict[Column, Proof] = dict.fromkeys(
+    (*TIERS, "fetch", "hints", "DP", "DP attention", "DP in PD"), _READ
+) | {"TP": Proof("oracle", _RANKS)}
 _MOVED = "engine/pd/test_moved_pages.py::test_every_plane_of_a_moved_request_comes"
 _MOVED_ROWS = "engine/pd/test_moved_rows.py::test_all_of_a_moved_request_comes"
 _CONTEXTS = "engine/cache/test_context_ranks.py::test_every_row_is_right_on_ranks_with_the_same_kv"
@@ -300,6 +300,7 @@ TABLE: Mapping[str, Family] = MappingProxyType(
                     "pd/test_hybrid_migration.py::test_every_answer_is_the_undisturbed_one[decode-windows]"
                 ),
                 "DP": _replicas("tiny-spark"),
+                "DP attention": _replicas("tiny-step-attention"),
                 "speculation": _server(
                     "cache/test_hybrid_drafts.py::test_from_disk_dram_and_hbm_the_draft_guesses_as_well"
                 ),
@@ -339,6 +340,7 @@ TABLE: Mapping[str, Family] = MappingProxyType(
                     "pd/test_hybrid_migration.py::test_every_answer_is_the_undisturbed_one[decode-states]"
                 ),
                 "DP": _replicas("tiny-gdn"),
+                "DP attention": _replicas("tiny-gdn-attention"),
                 "speculation": Proof("oracle", _STATE_DRAFTS),
             },
         ),

@@ -114,10 +114,6 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"dp_size": 2, "pp_size": 2}, ("--dp-size above 1 and --pp-size above 1", "--colocated N")),
     ({"dp_size": 2, "nnodes": 2}, ("--dp-size above 1 and --nnodes above 1", "--worker-urls")),
     (
-        {"is_hybrid_ssm": True, "kv_pool": "HybridLinearKVPool", "attn_dp_size": 2},
-        ("--attn-dp-size above 1", "models with states", "sglang-ext cluster --colocated N"),
-    ),
-    (
         {"attn_dp_size": 2, "disaggregation_mode": "decode"},
         ("--attn-dp-size above 1 and --disaggregation-mode", "sglang-ext router --worker-urls"),
     ),

@@ -71,6 +71,8 @@ KINDS = {
     "tiny-tp2": Kind("tiny", ("--dp-size", "2", "--tp-size", "2"), ranks=2),
     "tiny-moe-attention": Kind("tiny-moe", ATTENTION),
     "tiny-mla-moe-attention": Kind("tiny-mla-moe", ATTENTION),
+    "tiny-gdn-attention": Kind("tiny-gdn", ATTENTION, model_flags=STATES),
+    "tiny-step-attention": Kind("tiny-step", ATTENTION, model_flags=WINDOWS),
 }
 
 
