@@ -155,7 +155,6 @@ class Relay:
     async def _answer(self, flight: Flight, placement: Placement, instance: str, body: bytes) -> None:
         """Have ``instance`` answer the client."""
         queued = max(0, flight.units - placement.matched)
-        flight.record.sent = self._costs.now()
         sending = self._costs.sending(
             placement.instance,
             queued,
@@ -172,6 +171,7 @@ class Relay:
             sending as first_byte,
             self._mover.carrying(flight, instance, load, named=bool(name)) as answer,
         ):
+            flight.record.sent = self._costs.now()
             goes_on = False
             while True:
                 try:

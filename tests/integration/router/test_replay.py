@@ -38,9 +38,9 @@ pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(180
 
 MODEL_FLAG = "--json-model-override-args"
 SERVERS, SESSIONS, BEGINNINGS = 3, 72, 5
-RATE = 0.4
-"""Sessions a second. Servers on two cores are a third busy with it; where requests queue, placements that are
-nearly worth the same depend on milliseconds."""
+RATE = 0.6
+"""Sessions a second. Servers on two cores are half busy with it: without queues, their weight would be worth
+nothing, and with long ones, placements that are nearly worth the same depend on milliseconds."""
 THINK_S = 1.5
 FLAGS = (
     *("--radix-cache-backend", "global", "--max-total-tokens", "6144"),
