@@ -20,7 +20,7 @@ import hashlib
 import json
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeAlias, cast
 
 import numpy as np
@@ -191,3 +191,43 @@ def block_keys(namespace: bytes, key: bytes, block_tokens: int, parent: bytes = 
         parent = h.digest()
         keys.append(parent)
     return keys
+
+
+def page_seed(extra_key: str | None, cache_salt: str | None) -> bytes:
+    """The hash with which SGLang begins those of the pages of a tenant's prompt; empty without a tenant."""
+    if extra_key is None and cache_salt is None:
+        return b""
+    digest = hashlib.sha256(b"sglang-cache-namespace-v1")
+    for part in (extra_key, cache_salt):
+        if part is None:
+            digest.update(b"\x00")
+        else:
+            text = part.encode()
+            digest.update(b"\x01" + len(text).to_bytes(8, "little") + text)
+    return digest.digest()
+
+
+def page_hashes(prior: bytes, key: bytes, page_tokens: int) -> Iterator[bytes]:
+    """SGLang's hashes of the whole pages of an encoded prompt, 32 bytes each, as far as its tokens are text.
+
+    Args:
+        prior: hash of the page before; at the start of a prompt, ``page_seed``.
+        key: the encoded prompt, or the part of it that follows the page before.
+        page_tokens: tokens per page.
+    """
+    step = page_tokens * TOKEN_BYTES
+    wide = decode_tokens(key) < 0
+    end = int(wide.argmax()) * TOKEN_BYTES if wide.any() else len(key)
+    for start in range(0, end - step + 1, step):
+        prior = hashlib.sha256(prior + key[start : start + step]).digest()
+        yield prior
+
+
+def part_name(name: bytes, number: int) -> bytes:
+    """The name that stands, among names of pages, for a page's part of a component.
+
+    Args:
+        name: of the page, ``BLOCK_KEY_BYTES``.
+        number: of the component, up to 255; 0 is the KV of every token, which has the name of the page.
+    """
+    return name[:-1] + bytes((name[-1] ^ number,))

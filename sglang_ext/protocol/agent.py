@@ -147,10 +147,24 @@ PlacementEvent: TypeAlias = Stored | Moved | Removed | Split | Cleared | NamesSt
 PlacementEvents = Annotated[tuple[PlacementEvent, ...], msgspec.Meta(max_length=MAX_EVENTS)]
 
 
+class Pages(msgspec.Struct, frozen=True, array_like=True):
+    """Names of blocks below memory are those of SGLang's pages (``keys.page_hashes``, the first
+    ``BLOCK_KEY_BYTES``), and each page has a part of each component (``keys.part_name``).
+
+    tokens: of a page; blocks are whole pages. parts: for each component beside the KV of every token, from
+        number 1 on, how many pages of it before a place a resume there needs.
+    """
+
+    tokens: Annotated[int, msgspec.Meta(ge=1)]
+    parts: Annotated[tuple[Annotated[int, msgspec.Meta(ge=1)], ...], msgspec.Meta(max_length=255)]
+
+
 class Naming(msgspec.Struct, frozen=True, array_like=True):
     """The inputs of names of blocks below memory, beside tenant and tokens (``keys.Namespace``).
 
-    adapters: LoRA is on; names of tenants with an ``extra_key`` then depend on more than this.
+    adapters: LoRA is on; names of tenants with an ``extra_key`` then depend on more than this. pages: of a
+        model with windows or states, whose names depend on nothing else here; they are those of the weights
+        of the server's start, and mean nothing once the weights have changed.
     """
 
     model: Tag
@@ -159,6 +173,7 @@ class Naming(msgspec.Struct, frozen=True, array_like=True):
     geometry: Tag
     shard: Name
     adapters: bool = False
+    pages: Pages | None = None
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):

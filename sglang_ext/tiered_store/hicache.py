@@ -29,7 +29,7 @@ from typing import Final
 from sglang_ext.errors import ConfigError
 from sglang_ext.folders import Identity, own_folder, problem_of
 from sglang_ext.geometry import BlockLayout
-from sglang_ext.keys import TOKEN_BYTES, decode_tokens
+from sglang_ext.keys import TOKEN_BYTES, decode_tokens, page_hashes, page_seed
 from sglang_ext.tiered_store.tier import (
     BlockMemory,
     BlockTier,
@@ -108,20 +108,6 @@ class PageFormat:
         return found
 
 
-def namespace_seed(extra_key: str | None, cache_salt: str | None) -> bytes:
-    """The hash with which HiCache begins the chain of a tenant's prompt; empty where there is no tenant."""
-    if extra_key is None and cache_salt is None:
-        return b""
-    digest = hashlib.sha256(b"sglang-cache-namespace-v1")
-    for part in (extra_key, cache_salt):
-        if part is None:
-            digest.update(b"\x00")
-        else:
-            text = part.encode()
-            digest.update(b"\x01" + len(text).to_bytes(8, "little") + text)
-    return digest.digest()
-
-
 @dataclass(slots=True, eq=False)
 class HiCacheGet(Get):
     """pages: the files of each block."""
@@ -191,7 +177,7 @@ class HiCacheStore(BlockTier):
             before = known.get(parent)
             if parent and before is None:
                 return
-            prior = before[-1] if before else namespace_seed(*tenant)
+            prior = before[-1] if before else page_seed(*tenant)
             step = self.layout.block_tokens * TOKEN_BYTES
             for index, name in enumerate(names):
                 pages = known.get(name) or self._hashes(prior, key[index * step : (index + 1) * step])
@@ -204,13 +190,11 @@ class HiCacheStore(BlockTier):
         """The pages of a block after a page; None where one is not there or has tokens that are not text."""
         if (decode_tokens(block) < 0).any():
             return None
-        step = self.format.page_tokens * TOKEN_BYTES
         pages: list[bytes] = []
-        for start in range(0, len(block), step):
-            prior = hashlib.sha256(prior + block[start : start + step]).digest()
-            if prior not in self._pages:
+        for page in page_hashes(prior, block, self.format.page_tokens):
+            if page not in self._pages:
                 return None
-            pages.append(prior)
+            pages.append(page)
         return tuple(pages)
 
     def _found(self, namespace: bytes, keys: Sequence[bytes]) -> list[Pages]:

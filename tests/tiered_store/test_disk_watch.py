@@ -64,6 +64,24 @@ def test_a_watcher_has_what_is_there(tmp_path: Path, seed: int) -> None:
     again.close()
 
 
+@pytest.mark.parametrize("limit", [1, 3, 50])
+def test_a_listing_of_a_namespace_has_its_names_alone(tmp_path: Path, limit: int) -> None:
+    tier = DiskTier(DiskConfig(tmp_path, 64 * (16 << 10)), LAYOUT)
+    mine, others = prefix_keys(1, 6), prefix_keys(2, 5)
+    put_all(tier, NAMESPACE, mine)
+    put_all(tier, OTHER, others)
+    for namespace, right in ((NAMESPACE, mine), (OTHER, others), (bytes(16), []), (b"\xff" * 16, [])):
+        found: list[bytes] = []
+        place: bytes | None = b""
+        while place is not None:
+            some, place = tier.names_in(namespace, place, limit)
+            assert len(some) <= limit
+            found += some
+        assert found == sorted(right)
+    tier.close()
+    assert tier.names_in(NAMESPACE, b"", limit) == ([], None)
+
+
 def test_a_watcher_that_misses_removals_is_found(tmp_path: Path) -> None:
     class BlindWatcher(Watcher):
         def changed(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:

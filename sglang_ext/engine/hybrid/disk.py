@@ -51,7 +51,7 @@ class ComponentDisk:
         self._memory = memory
         self.tier = tier
         self._loader = loader
-        self._namespace = namespace
+        self.namespace = namespace
         self._writer = writer
         self._bytes = BlockMemory.of_arena(memory.arena)
         self._written: deque[tuple[BlockIds, Written]] = deque()
@@ -74,7 +74,7 @@ class ComponentDisk:
 
     def write(self, names: Sequence[Name], ids: BlockIds) -> None:
         """Write blocks of a prefix, in order. They stay locked until that has ended."""
-        namespace = self._namespace()
+        namespace = self.namespace()
         if self._writer is None or namespace is None or not len(names):
             return
         self._memory.lock(ids)
@@ -93,7 +93,7 @@ class ComponentDisk:
         while self._written:
             ids, written = self._written.popleft()
             self._memory.unlock(ids)
-            if written.namespace == self._namespace():
+            if written.namespace == self.namespace():
                 ends = zip(written.keys, written.outcomes, strict=True)
                 self._learn([name for name, end in ends if end is Outcome.DONE])
         while self._gone:
@@ -128,20 +128,20 @@ class ComponentDisk:
 
     def held(self, names: Sequence[Name]) -> Flags:
         """For each name, whether its block is on disk."""
-        namespace = self._namespace()
+        namespace = self.namespace()
         if namespace is None:
             return np.zeros(len(names), np.bool_)
         return np.array(self.tier.held(namespace, names), np.bool_)
 
     def leading(self, names: Sequence[Name]) -> int:
         """How many of the first blocks are on disk."""
-        namespace = self._namespace()
+        namespace = self.namespace()
         return 0 if namespace is None else self.tier.match(namespace, names)
 
     def read(self, names: Sequence[Name], priority: int, path: Sequence[Name]) -> Read | None:
         """Begin to read blocks, all of which are on disk; None where DRAM has no room. path: as for
         `ComponentMemory.enter`."""
-        namespace = self._namespace()
+        namespace = self.namespace()
         ids = None if namespace is None else self._memory.reserve(len(names))
         if namespace is None or ids is None:
             return None

@@ -252,9 +252,12 @@ class Replica:
 
     def _empty(self) -> None:
         self._empty_memory()
+        self._forget_names()
+        self.partial = False
+
+    def _forget_names(self) -> None:
         self._gone += self.named.values()
         self.named = {}
-        self.partial = False
 
     def _empty_memory(self) -> None:
         if not self._runs:
@@ -379,6 +382,8 @@ class Replica:
         self._empty_memory()
         if self.naming is not None:
             self.naming = with_weights(self.naming, event.weights)
+            if self.naming is None:
+                self._forget_names()
 
     # -- memory ---------------------------------------------------------------------------------
 

@@ -63,8 +63,10 @@ def path_key(node: Node) -> bytes:
     return b"".join(reversed(parts))
 
 
-def with_weights(naming: Naming, weights: str) -> Naming:
-    """``naming`` after an update of the weights."""
+def with_weights(naming: Naming, weights: str) -> Naming | None:
+    """``naming`` after an update of the weights; None where the names are not known any more."""
+    if naming.pages is not None:
+        return naming if weights == naming.weights else None
     return Naming(naming.model, weights, naming.dtype, naming.geometry, naming.shard, naming.adapters)
 
 

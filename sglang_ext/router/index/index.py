@@ -27,7 +27,7 @@ import itertools
 from collections import deque
 from collections.abc import Container, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 from sglang_ext.clock import Clock
 from sglang_ext.keys import Namespace, block_keys, tenant_salt
@@ -46,6 +46,7 @@ from sglang_ext.radix_global.sync.replica import Outcome, Replica, State
 from sglang_ext.radix_global.sync.runs import Piece, names_in
 from sglang_ext.router.index.history import Departure, History
 from sglang_ext.router.index.memory import TreeSize
+from sglang_ext.router.index.page_names import PageNames
 from sglang_ext.router.index.prompt_trees import BEGINNING, MANY_CHILDREN, SLICE_BLOCKS, PromptTrees
 from sglang_ext.router.index.stock_replica import StockReplica
 from sglang_ext.router.policies import Match
@@ -66,6 +67,7 @@ WAIT_S: Final = 15.0
 MODES: Final = ("auto", "exact", "approximate")
 _TRUE: Final = (State.LIVE, State.FILLING)
 _HBM: Final = Tier.HBM.bit
+_NamesOf: TypeAlias = dict[Naming, list[bytes] | PageNames]
 
 
 @dataclass(eq=False, slots=True)
@@ -403,7 +405,7 @@ class Index(PromptTrees):
         out."""
         found: dict[str, Match] = {}
         if self._known and self.mode != "approximate" and (tenant := tenant_of(namespace)) is not None:
-            names: dict[Naming, list[bytes]] = {}
+            names: _NamesOf = {}
             for place in self._trees.values():
                 if place.live:
                     self._match_in(place, tenant, key, names, found)
@@ -415,7 +417,7 @@ class Index(PromptTrees):
         place: _RoleTree,
         tenant: Tenant,
         key: bytes,
-        names: dict[Naming, list[bytes]],
+        names: _NamesOf,
         found: dict[str, Match],
     ) -> None:
         """Match one role's instances: a walk over the tree, without changing it, then tiers below memory."""
@@ -487,7 +489,7 @@ class Index(PromptTrees):
         tenant: Tenant,
         key: bytes,
         start: int,
-        names: dict[Naming, list[bytes]],
+        names: _NamesOf,
         below: dict[Tier, int],
     ) -> int:
         """How many blocks, after the first ``start``, the instance has below memory. Adds each to ``below``
@@ -496,10 +498,17 @@ class Index(PromptTrees):
         if naming is None or (naming.adapters and tenant[0]):
             return 0
         if naming not in names:
-            names[naming] = names_of(naming, tenant, key, self.block_size)
+            names[naming] = (
+                names_of(naming, tenant, key, self.block_size)
+                if naming.pages is None
+                else PageNames(tenant, key, naming.pages)
+            )
+        these = names[naming]
+        if isinstance(these, PageNames):
+            return self._by_page(replica, these, start, below)
         count = 0
         places = sorted(replica.named.items())
-        for name in itertools.islice(names[naming], start, None):
+        for name in itertools.islice(these, start, None):
             tier = next((tier for tier, known in places if name in known), None)
             if tier is None:
                 break
@@ -507,12 +516,29 @@ class Index(PromptTrees):
             count += 1
         return count
 
+    def _by_page(
+        self,
+        replica: Replica | StockReplica,
+        names: PageNames,
+        start: int,
+        below: dict[Tier, int],
+    ) -> int:
+        """Like `_by_name`, up to the last place where a model with windows or states can be resumed."""
+        places = sorted(replica.named.items())
+        found = names.resumable(
+            self.block_size, start, lambda name: any(name in known for _, known in places)
+        )
+        for name in names.ends(self.block_size, start, found):
+            tier = next(tier for tier, known in places if name in known)
+            below[tier] = below.get(tier, 0) + 1
+        return found - start
+
     def durable(self, namespace: Hashable, key: bytes) -> int:
         """The most leading blocks of a prompt that one instance reports below memory."""
         tenant = tenant_of(namespace)
         if tenant is None or self.mode == "approximate":
             return 0
-        names: dict[Naming, list[bytes]] = {}
+        names: _NamesOf = {}
         counts = (
             self._by_name(known.replica, tenant, key, 0, names, {})
             for known in self._known.values()
@@ -526,7 +552,8 @@ class Index(PromptTrees):
         if tenant is None:
             return []
         namings = {known.replica.naming for known in self._known.values()} - {None}
-        names = [name for n in namings if n is not None for name in names_of(n, tenant, key, self.block_size)]
+        by_block = [naming for naming in namings if naming is not None and naming.pages is None]
+        names = [name for naming in by_block for name in names_of(naming, tenant, key, self.block_size)]
         return self._past.of(tenant, key, names)
 
     def tokens_of(self, instance: str) -> int:

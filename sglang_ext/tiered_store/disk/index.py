@@ -331,6 +331,26 @@ class Index:
         except lmdb.Error as error:
             raise IndexFailedError(error) from error
 
+    def names_in(self, namespace: bytes, first: bytes, limit: int) -> tuple[list[bytes], bytes | None]:
+        """Up to ``limit`` keys of a namespace, from ``first`` on, and the key to go on from; ``b""`` to begin
+        with, ``None`` at the end."""
+        found: list[bytes] = []
+        if self._env is None:
+            return found, None
+        try:
+            with self._env.begin() as txn:
+                cursor = txn.cursor(db=self._blocks)
+                more = cursor.set_range(namespace + first)
+                while more and cursor.key().startswith(namespace):
+                    key = cursor.key()[NAMESPACE_BYTES:]
+                    if len(found) == limit:
+                        return found, key
+                    found.append(key)
+                    more = cursor.next()
+                return found, None
+        except lmdb.Error as error:
+            raise IndexFailedError(error) from error
+
     @property
     def closed(self) -> bool:
         return self._env is None

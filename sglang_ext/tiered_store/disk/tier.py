@@ -270,6 +270,14 @@ class DiskTier(BlockTier):
             self._state.note_index_failure(error)
             return [], None
 
+    def names_in(self, namespace: bytes, first: bytes, limit: int) -> tuple[list[bytes], bytes | None]:
+        """Like ``names_after``, of one namespace: keys from ``first`` on, and the key to go on from."""
+        try:
+            return self._state.index.names_in(namespace, first, limit)
+        except IndexFailedError as error:
+            self._state.note_index_failure(error)
+            return [], None
+
     def stats(self) -> TierStats:
         state = self._state
         with state.lock:

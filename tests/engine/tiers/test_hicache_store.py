@@ -23,9 +23,9 @@ from sglang_ext.config import KvConfig
 from sglang_ext.engine.tiers.opening import open_below
 from sglang_ext.errors import ConfigError
 from sglang_ext.geometry import Geometry
-from sglang_ext.keys import encode_tokens
+from sglang_ext.keys import encode_tokens, page_seed
 from sglang_ext.patches.adapter.hicache import HICACHE, hicache_store
-from sglang_ext.tiered_store.hicache import HiCacheStore, PageOrder, namespace_seed
+from sglang_ext.tiered_store.hicache import HiCacheStore, PageOrder
 from sglang_ext.tiered_store.tier import BlockMemory, BlockTier, Outcome
 from sglang_ext.tiers import Tier, all_tiers, withdraw
 from tests.support.hicache import HiCacheServer, rows_of
@@ -172,7 +172,7 @@ def test_hashes_are_those_of_sglang() -> None:
     first = hashlib.sha256(encode_tokens(PROMPT[:4])).digest()
     assert pages == [first.hex(), hashlib.sha256(first + encode_tokens(PROMPT[4:8])).hexdigest()]
     for extra_key, salt in ((None, None), ("a", None), (None, "b"), ("", "ü"), ("ab", "c")):
-        assert namespace_seed(extra_key, salt).hex() == (storage_namespace_seed(extra_key, salt) or "")
+        assert page_seed(extra_key, salt).hex() == (storage_namespace_seed(extra_key, salt) or "")
 
 
 def test_tenants_have_their_own(make_site: Callable[..., Site]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
@@ -15,6 +15,7 @@ from sglang_ext.engine.cache.refusals import Refusals
 from sglang_ext.engine.commands import RankCommandQueue
 from sglang_ext.engine.events.agent import AgentFacts
 from sglang_ext.engine.events.router_commands import Replies, RouterCommands
+from sglang_ext.engine.hybrid.names import LEAST_PAGE, ListsNamespace, PartNames, naming_of_pages
 from sglang_ext.engine.hybrid.store import HybridStore
 from sglang_ext.engine.model_identity import config_digest, kv_dtype
 from sglang_ext.engine.peers.peer_kv import Peers
@@ -24,14 +25,15 @@ from sglang_ext.engine.prefetch.disk_hints import DiskHints, Known
 from sglang_ext.engine.ranks import Ranks
 from sglang_ext.keys import Namespace, decode_tokens
 from sglang_ext.patches.adapter.build_agent import attach_agent
-from sglang_ext.patches.adapter.build_disk import names_on
 from sglang_ext.patches.adapter.build_transfers import handover_settings
+from sglang_ext.patches.adapter.building import uses_adapters
 from sglang_ext.patches.adapter.hbm import Drafts
 from sglang_ext.patches.adapter.hybrid.announcing import Announcing
 from sglang_ext.patches.adapter.hybrid.build_exchange import Exchange
 from sglang_ext.patches.adapter.hybrid.linker import names_of_key
 from sglang_ext.patches.adapter.pd.pd_setup import settings_of
 from sglang_ext.patches.process import PROCESS
+from sglang_ext.protocol.agent import Naming
 from sglang_ext.radix_global import Holder
 from sglang_ext.tiers import Tier
 
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
     from sglang_ext.patches.adapter.hybrid.cache import HybridRadixCache
 
 
+START = str(0)
+"""The name of the weights of the start, as `Announcing` publishes it: their generation."""
 MakeExchange: TypeAlias = Callable[[bytes, Replies], Exchange | None]
 """Makes a rank's exchange with other instances, by the epoch of its own."""
 
@@ -67,8 +71,10 @@ def join_cluster(
     replies = Replies()
     # Requests of a decode server find nothing in its DRAM, from which KV returns to prefill.
     store = None if ctx.server_args.disaggregation_mode == "decode" else cache.store
+    named: dict[Tier, PartNames] = {}
     if ctx.tp_rank == 0 and ctx.params.pp_rank == 0:
-        announcing, commands = _announcing(config, cache, store, epoch), RankCommandQueue()
+        named = names_below(store, lambda: cache.weights.generation == 0)
+        announcing, commands = _announcing(config, cache, store, epoch, named), RankCommandQueue()
         replies = RouterCommands(commands, epoch.to_bytes(16, "big"), announcing.feed.queue.post)
     exchange = make_exchange(epoch.to_bytes(16, "big"), replies)
     hints = hints_of(cache, store, replies, None if exchange is None else exchange.peers)
@@ -81,13 +87,17 @@ def join_cluster(
     cache.join(planners, announcing, commands, replies=replies, ranks=ranks)
     if isinstance(replies, RouterCommands):
         kvcache = ctx.params.token_to_kv_pool_allocator.get_kvcache()
+        naming = _naming(store, named, pairs=cache.tree_core.is_eagle)
+        if naming is None:
+            for names in named.values():
+                names.watch(lambda stored, removed: None)
         attach_agent(
             cache,
             ctx.server_args,
             config,
-            AgentFacts(str(config.instance_id), epoch.to_bytes(16, "big"), config.block_size),
+            AgentFacts(str(config.instance_id), epoch.to_bytes(16, "big"), config.block_size, naming),
             router_commands=replies,
-            named={},
+            named=named if naming is not None else {},
             keeps_states=cache.chunks is not None,
             namespace=_identity(ctx, cache),
             settings=settings_of(ctx.model_config, kvcache, Drafts(PROCESS.drafts)),
@@ -109,20 +119,37 @@ def _exchange_alone(
 
 
 def _announcing(
-    config: KvConfig, cache: HybridRadixCache, store: HybridStore | None, epoch: int
+    config: KvConfig,
+    cache: HybridRadixCache,
+    store: HybridStore | None,
+    epoch: int,
+    named: Mapping[Tier, PartNames],
 ) -> Announcing:
-    tiers = [Tier.HBM]
-    if store is not None:
-        tiers.append(Tier.DRAM)
-        disks = [part.disk for part in store.parts.values() if part.disk is not None]
-        watched = [names_on(disk.tier).values() for disk in disks]
-        if disks and all(watched):
-            tiers.append(Tier.DISK)
-            for disk, indexes in zip(disks, watched, strict=True):
-                for index in indexes:
-                    index.watch(lambda stored, removed, disk=disk: disk.given_up(removed))  # type: ignore[misc]
+    tiers = [Tier.HBM] if store is None else [Tier.HBM, Tier.DRAM]
+    if named:
+        tiers.append(Tier.DISK)
     holders = {tier: Holder.of(str(config.instance_id), epoch, tier) for tier in tiers}
     return Announcing(cache, holders, config.block_size, store)
+
+
+def names_below(store: HybridStore | None, in_use: Callable[[], bool]) -> dict[Tier, PartNames]:
+    """The tiers below DRAM in which each component can list its blocks. in_use: as for `PartNames`."""
+    disks = [] if store is None else [part.disk for part in store.parts.values() if part.disk is not None]
+    listed = [
+        {tier.tier: tier for tier in disk.tier.parts if isinstance(tier, ListsNamespace)} for disk in disks
+    ]
+    return {
+        tier: PartNames([(disk, each[tier]) for disk, each in zip(disks, listed, strict=True)], in_use)
+        for tier in (listed[0] if listed else ())
+        if all(tier in each for each in listed)
+    }
+
+
+def _naming(store: HybridStore | None, named: Mapping[Tier, PartNames], *, pairs: bool) -> Naming | None:
+    """How routers name what is on disk; None where they cannot."""
+    if store is None or not named or pairs or store.block_tokens < LEAST_PAGE:
+        return None
+    return naming_of_pages(store, START, adapters=uses_adapters())
 
 
 def hints_of(
