@@ -36,9 +36,10 @@ from sglang_ext.tiers import Tier
 MODEL = ModelFacts("simulated", "simulated", 1 << 31, 1 << 20)
 DETECTION_S = 3.0
 """From an instance's death to the router's verdict (`VERDICT_S`)."""
-GARBAGE = (50_000, 10, 10)
-"""Thresholds of Python's collector of cycles. Requests leave none behind, only instances that have died do;
-with its own thresholds, it took a tenth of a simulation's time."""
+GARBAGE = (50_000, 10, 10_000)
+"""Thresholds of Python's collector of cycles. Requests leave none behind, only instances that have died do.
+With its own thresholds, it took a tenth of a simulation's time, and of a large one a tenth even where it
+looked at all objects once in a while."""
 Progress = Callable[[int, float], None]
 """Takes the number of requests that have ended, and the virtual time, after each request."""
 
