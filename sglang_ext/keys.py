@@ -207,17 +207,23 @@ def page_seed(extra_key: str | None, cache_salt: str | None) -> bytes:
     return digest.digest()
 
 
-def page_hashes(prior: bytes, key: bytes, page_tokens: int) -> Iterator[bytes]:
+def page_hashes(prior: bytes, key: bytes, page_tokens: int, *, pairs: bool = False) -> Iterator[bytes]:
     """SGLang's hashes of the whole pages of an encoded prompt, 32 bytes each, as far as its tokens are text.
 
     Args:
         prior: hash of the page before; at the start of a prompt, ``page_seed``.
         key: the encoded prompt, or the part of it that follows the page before.
         page_tokens: tokens per page.
+        pairs: with EAGLE, SGLang hashes each token together with the next one.
     """
     step = page_tokens * TOKEN_BYTES
-    wide = decode_tokens(key) < 0
+    words = decode_tokens(key)
+    wide = words < 0
     end = int(wide.argmax()) * TOKEN_BYTES if wide.any() else len(key)
+    if pairs:
+        words = words[: end // TOKEN_BYTES]
+        key = np.stack([words[:-1], words[1:]], axis=1).tobytes()
+        step, end = 2 * step, len(key)
     for start in range(0, end - step + 1, step):
         prior = hashlib.sha256(prior + key[start : start + step]).digest()
         yield prior

@@ -152,11 +152,12 @@ class Pages(msgspec.Struct, frozen=True, array_like=True):
     ``BLOCK_KEY_BYTES``), and each page has a part of each component (``keys.part_name``).
 
     tokens: of a page; blocks are whole pages. parts: for each component beside the KV of every token, from
-        number 1 on, how many pages of it before a place a resume there needs.
+        number 1 on, how many pages of it before a place a resume there needs. pairs: see ``page_hashes``.
     """
 
     tokens: Annotated[int, msgspec.Meta(ge=1)]
     parts: Annotated[tuple[Annotated[int, msgspec.Meta(ge=1)], ...], msgspec.Meta(max_length=255)]
+    pairs: bool = False
 
 
 class Naming(msgspec.Struct, frozen=True, array_like=True):

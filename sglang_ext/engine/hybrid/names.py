@@ -80,11 +80,12 @@ class PartNames:
             watch([part_name(name, number) for name in stored], [part_name(name, number) for name in removed])
 
 
-def naming_of_pages(store: HybridStore, weights: str, *, adapters: bool = False) -> Naming:
+def naming_of_pages(store: HybridStore, weights: str, *, pairs: bool, adapters: bool = False) -> Naming:
     """How routers compute the names of pages, and where a prompt can be resumed.
 
     Args:
         weights: the name of the weights of the start, as `Cleared` has it.
+        pairs: see `Pages`.
         adapters: see `Naming`.
     """
     parts = []
@@ -93,4 +94,4 @@ def naming_of_pages(store: HybridStore, weights: str, *, adapters: bool = False)
             needed = component.coverage.blocks(store.block_tokens)
             assert needed is not None
             parts.append(needed)
-    return Naming("", weights, "", "", "", adapters, Pages(store.block_tokens, tuple(parts)))
+    return Naming("", weights, "", "", "", adapters, Pages(store.block_tokens, tuple(parts), pairs))

@@ -21,7 +21,7 @@ class PageNames:
 
     def __init__(self, tenant: Tenant, key: bytes, pages: Pages) -> None:
         self._pages = pages
-        self._hashes = page_hashes(page_seed(*tenant), key, pages.tokens)
+        self._hashes = page_hashes(page_seed(*tenant), key, pages.tokens, pairs=pages.pairs)
         self._names: list[bytes] = []
 
     def _at(self, page: int) -> bytes | None:

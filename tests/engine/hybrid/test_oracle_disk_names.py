@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_drafts import GRID as DRAFTED_GRID
+from engine_drafts import PAGED_WINDOW
 from engine_hybrids import SCENARIOS, HybridScenario
+from engine_page_pools import COMPRESSED
 from test_oracle_rebuilt_disk import OnDisk, server
 from test_oracle_store import BOTH, PAGED, STATES
 
@@ -40,30 +43,37 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("sglang_config")]
 
 BLOCK = 16
 GRID = next(each for each in SCENARIOS if each.name == "window and states on a grid, page 16, overlap")
-KINDS = [PAGED, STATES, BOTH, GRID]
+KINDS = [PAGED, STATES, BOTH, GRID, PAGED_WINDOW, DRAFTED_GRID, COMPRESSED]
 TENANTS: list[dict[str, str]] = [{}, {"extra_key": "a"}, {"extra_key": "b"}]
 Asked = tuple[list[int], dict[str, str]]
 
 
-def prompts(seed: int) -> list[Asked]:
+def block_of(scenario: HybridScenario) -> int:
+    """Tokens of a block of the router's index: whole pages."""
+    return max(BLOCK, scenario.kind.page)
+
+
+def prompts(seed: int, scenario: HybridScenario) -> list[Asked]:
     """Prompts of two tenants and of none, some of which begin alike."""
+    block = block_of(scenario)
     rng, found = random.Random(seed), list[Asked]()
     for tenant in TENANTS:
-        start = [rng.randrange(5) for _ in range(48)]
-        for fork in (16, 32, 48):
-            found.append((start[:fork] + [rng.randrange(5) for _ in range(32)], tenant))
+        start = [rng.randrange(5) for _ in range(3 * block)]
+        for fork in (block, 2 * block, 3 * block):
+            found.append((start[:fork] + [rng.randrange(5) for _ in range(2 * block)], tenant))
     return found
 
 
 class Known:
     """A router's index of one instance, which is brought up to date at once."""
 
-    def __init__(self, below: OnDisk) -> None:
-        self.below = below
+    def __init__(self, below: OnDisk, block: int) -> None:
+        self.below, self.block = below, block
+        self.pairs = below._cache.tree_core.is_eagle
         weights = below._weights
         self.names = names_below(below.store, lambda: weights.generation == 0)[Tier.DISK]
-        self.index = Index(FakeClock(), block_size=BLOCK)
-        self.stream = EventStream("a", b"e" * 16, BLOCK, naming_of_pages(below.store, "0"))
+        self.index = Index(FakeClock(), block_size=block)
+        self.stream = EventStream("a", b"e" * 16, block, naming_of_pages(below.store, "0", pairs=self.pairs))
         self.index.attach("a", Role.COLOCATED)
         self.index.on_heartbeat("a", alive=True)
         self.names.watch(self._changed)
@@ -104,14 +114,14 @@ class Known:
 
     def page_names(self, tokens: list[int], tenant: dict[str, str]) -> list[bytes]:
         space = (0, tenant.get("extra_key"), tenant.get("cache_salt"))
-        return names_of_prompt(space, encode_tokens(tokens), self.below.store.block_tokens)
+        return names_of_prompt(space, encode_tokens(tokens), self.below.store.block_tokens, pairs=self.pairs)
 
     def truth(self, tokens: list[int], tenant: dict[str, str]) -> int:
         """After how many tokens, whole blocks, the disk lets a prompt resume; DRAM is empty."""
         store = self.below.store
         points = store._points(self.page_names(tokens, tenant), on_disk=True)
         ends = [point * store.block_tokens for point in points]
-        return max((end for end in ends if end % BLOCK == 0), default=0)
+        return max((end for end in ends if end % self.block == 0), default=0)
 
     def agrees(self, asked: Sequence[Asked]) -> list[int]:
         """Compare each prompt and a longer one; returns the tokens that are on disk."""
@@ -138,9 +148,9 @@ def restarted(scenario: HybridScenario, folder: Path, asked: Sequence[Asked]) ->
 def test_routers_know_at_once_what_the_disk_lets_a_prompt_resume(
     scenario: HybridScenario, tmp_path: Path
 ) -> None:
-    asked = prompts(3)
+    asked = prompts(3, scenario)
     with restarted(scenario, tmp_path, asked) as rank:
-        known = Known(rank.below)
+        known = Known(rank.below, block_of(rank.scenario))
         said = known.agrees(asked)
         assert sum(count > 0 for count in said) > len(asked) // 2
         assert not known.said(asked[0][0], {"cache_salt": "other"})
@@ -153,9 +163,9 @@ def test_routers_know_at_once_what_the_disk_lets_a_prompt_resume(
 
 @pytest.mark.parametrize("scenario", KINDS, ids=str)
 def test_what_leaves_the_disk_later_is_known(scenario: HybridScenario, tmp_path: Path) -> None:
-    asked, rng = prompts(4), random.Random(4)
+    asked, rng = prompts(4, scenario), random.Random(4)
     with restarted(scenario, tmp_path, asked) as rank:
-        known = Known(rank.below)
+        known = Known(rank.below, block_of(rank.scenario))
         before = known.agrees(asked)
         for tokens, tenant in asked:
             names, parts = known.page_names(tokens, tenant), list(rank.below.store.parts.values())
@@ -173,7 +183,7 @@ def test_one_wrong_byte_of_a_name_is_noticed(
     scenario: HybridScenario, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The twin: each listed name has one damaged byte."""
-    asked = prompts(5)
+    asked = prompts(5, scenario)
     right = PartNames.names_after
 
     def damaged(names: PartNames, place: bytes, limit: int) -> tuple[list[bytes], bytes | None]:
@@ -182,13 +192,13 @@ def test_one_wrong_byte_of_a_name_is_noticed(
 
     monkeypatch.setattr(PartNames, "names_after", damaged)
     with restarted(scenario, tmp_path, asked) as rank, pytest.raises(AssertionError):
-        Known(rank.below).agrees(asked)
+        Known(rank.below, block_of(rank.scenario)).agrees(asked)
 
 
 def test_names_are_those_of_the_weights_of_the_start(tmp_path: Path) -> None:
-    asked = prompts(6)
+    asked = prompts(6, PAGED)
     with restarted(PAGED, tmp_path, asked) as rank:
-        known = Known(rank.below)
+        known = Known(rank.below, block_of(rank.scenario))
         assert any(known.agrees(asked))
         known.receive(known.stream.publish([Cleared("0")]))
         assert any(known.agrees(asked)), "a flush of memory leaves the disk"
@@ -202,16 +212,18 @@ def test_names_are_those_of_the_weights_of_the_start(tmp_path: Path) -> None:
         assert not known.index._known["a"].replica.named
 
 
+@pytest.mark.parametrize("pairs", [False, True])
 @pytest.mark.parametrize("page", [1, 4, 16])
 @pytest.mark.parametrize("tenant", [(None, None), ("a", None), (None, "s"), ("a", "ü"), ("", "s")])
-def test_names_of_router_and_engine_are_the_same(tenant: tuple[str | None, str | None], page: int) -> None:
-    key = encode_tokens([at * 7919 % 50000 for at in range(70)])
-    names = PageNames(tenant, key, Pages(page, ()))
+def test_names_of_router_and_engine_are_the_same(
+    tenant: tuple[str | None, str | None], page: int, pairs: bool
+) -> None:
+    key = encode_tokens([at * 7919 % 50000 for at in range(64 + pairs)])
+    names = PageNames(tenant, key, Pages(page, (), pairs))
     assert names.resumable(16, 0, lambda name: True) == 4
-    assert (
-        names.ends(16, 0, 4)
-        == names_of_prompt((0, *tenant), key[: 64 * 4], page)[16 // page - 1 :: 16 // page]
-    )
+    right = names_of_prompt((0, *tenant), key, page, pairs=pairs)
+    assert len(right) == 64 // page
+    assert names.ends(16, 0, 4) == right[16 // page - 1 :: 16 // page]
 
 
 def test_a_prompt_has_names_up_to_its_first_picture() -> None:

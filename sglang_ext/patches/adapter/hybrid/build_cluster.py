@@ -147,9 +147,9 @@ def names_below(store: HybridStore | None, in_use: Callable[[], bool]) -> dict[T
 
 def _naming(store: HybridStore | None, named: Mapping[Tier, PartNames], *, pairs: bool) -> Naming | None:
     """How routers name what is on disk; None where they cannot."""
-    if store is None or not named or pairs or store.block_tokens < LEAST_PAGE:
+    if store is None or not named or store.block_tokens < LEAST_PAGE:
         return None
-    return naming_of_pages(store, START, adapters=uses_adapters())
+    return naming_of_pages(store, START, pairs=pairs, adapters=uses_adapters())
 
 
 def hints_of(
