@@ -1,4 +1,4 @@
-"""Which part of a prompt an instance has on disk of a model with windows or states, by the names of pages."""
+"""The part of a prompt on an instance's disk, of a model with windows or states, by names of pages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PageNames:
         return self._names[page]
 
     def resumable(self, block_size: int, start: int, held: Held) -> int:
-        """After how many blocks the prompt can be resumed at most, with what is on disk behind a place.
+        """The most blocks after which the prompt can be resumed, with the pages on disk behind a place.
 
         Args:
             block_size: tokens of a block, whole pages.

@@ -146,7 +146,7 @@ def names_below(store: HybridStore | None, in_use: Callable[[], bool]) -> dict[T
 
 
 def _naming(store: HybridStore | None, named: Mapping[Tier, PartNames], *, pairs: bool) -> Naming | None:
-    """How routers name what is on disk; None where they cannot."""
+    """The names by which routers find pages on disk; None where there are none."""
     if store is None or not named or store.block_tokens < LEAST_PAGE:
         return None
     return naming_of_pages(store, START, pairs=pairs, adapters=uses_adapters())
