@@ -13,13 +13,13 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from disk_damage import damage_last_layer, runs
 from draft_models import SILENT, drafted_gemma, eagle_head
+from hooked_server import FOLDER
 
 from sglang_ext.testing.models import RECIPES, model_path
 from sglang_ext.testing.waiting import wait_until
@@ -34,6 +34,7 @@ BLOCK = 16
 BLOCKS = 20
 """Of a prompt. HBM holds two prompts, DRAM four."""
 NEW_TOKENS = 24
+RUN = (str(Path(__file__).parents[1] / "servers" / "wanted_dram_server.py"),)
 GEMMA = "tiny-gemma3"
 EAGLE = "tiny-eagle"
 """The tiny model with an EAGLE head."""
@@ -78,11 +79,13 @@ class Pair:
 
 
 def spec(pair: Pair, folder: Path) -> ServerSpec:
+    """folder: of the disk tier, beside which is that of the server's faults."""
     model = RECIPES[pair.model]
     layers = model.config["num_hidden_layers"]
     token_bytes = 4 * model.kv_elements_per_token * (layers + pair.draft_layers) // layers
     return ServerSpec(
         model=pair.model,
+        run=RUN,
         flags=(
             *("--model-path", str(pair.weights), "--speculative-algorithm", pair.algorithm),
             *("--speculative-draft-model-path", str(pair.draft)),
@@ -93,7 +96,7 @@ def spec(pair: Pair, folder: Path) -> ServerSpec:
             *("--kv-disk-path", str(folder), "--kv-disk-size", "1GB"),
             *("--max-total-tokens", "900", "--chunked-prefill-size", "256", "--enable-metrics"),
         ),
-        environment=STRICT,
+        environment={FOLDER: str(folder.with_name("faults")), **STRICT},
     )
 
 
@@ -116,7 +119,9 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(scope="module")
 def folder(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("kv")
+    folder: Path = tmp_path_factory.mktemp("drafts") / "kv"
+    folder.with_name("faults").mkdir()
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -195,28 +200,47 @@ def given_up(server: ServerProcess) -> float:
     return server.metrics()['sglang_ext_cache_dram_blocks_total{event="evicted",tp_rank="0"}']
 
 
-def has_given_up(server: ServerProcess, count: float) -> bool:
-    return given_up(server) >= count
+def ask_from_dram(
+    server: ServerProcess, pair: Pair, prompt: list[int], folder: Path, fault: str = ""
+) -> Drafted:
+    """The answer to a prompt that comes from DRAM, in a batch with others, while all of DRAM is wanted."""
+    *before, one, another = pair.prompts(5, seed=prompt[-1])
+    for each in (prompt, *before):
+        ask(server, each)
+    evicted, wanted = given_up(server), folder.with_name("faults") / "wanted"
+    wanted.write_text(fault)
+    with ThreadPoolExecutor(3) as clients:
+        again, *_ = clients.map(lambda each: ask(server, each), (prompt, one, another))
+    wanted.unlink()
+    assert (again.answer.hbm_tokens, again.answer.dram_tokens) == (0, BLOCKS * BLOCK)
+    wait_until(lambda: given_up(server) >= evicted + 2 * BLOCKS, seconds=20, what="DRAM to be given away")
+    return again
 
 
 def test_drafts_from_dram_guess_as_well_while_others_want_it(
-    server: ServerProcess, pair: Pair, prompts: list[list[int]], cold: list[Drafted]
+    server: ServerProcess, pair: Pair, prompts: list[list[int]], cold: list[Drafted], folder: Path
 ) -> None:
-    """sglang#30321: a prompt comes from DRAM, which is full, in the batch of others whose KV goes there. The
-    last prompt, with damaged KV of its draft, is the twin."""
-    last = len(prompts) - 1
-    for index in (0, 1, last):
-        *before, one, another = pair.prompts(5, seed=30 + index)
-        for prompt in (prompts[index], *before):
-            ask(server, prompt)
-        evicted = given_up(server) + 2 * BLOCKS
-        with ThreadPoolExecutor(3) as clients:
-            again, *_ = clients.map(lambda prompt: ask(server, prompt), (prompts[index], one, another))
-        assert (again.answer.hbm_tokens, again.answer.dram_tokens) == (0, BLOCKS * BLOCK)
-        wait_until(partial(has_given_up, server, evicted), seconds=20, what="DRAM to be wanted")
-        if index == last:
-            assert again.answer.tokens == cold[index].answer.tokens
-            assert again.passes > cold[index].passes + 2
-        else:
-            assert_same(cold[index].answer, again.answer)
-            assert again.passes == cold[index].passes
+    """sglang#30321."""
+    for index in (0, 1):
+        again = ask_from_dram(server, pair, prompts[index], folder)
+        assert_same(cold[index].answer, again.answer)
+        assert again.passes == cold[index].passes
+
+
+def test_damaged_kv_of_the_draft_in_dram_costs_guesses_and_no_answer(
+    server: ServerProcess, pair: Pair, prompts: list[list[int]], cold: list[Drafted], folder: Path
+) -> None:
+    """The first twin."""
+    damaged = ask_from_dram(server, pair, prompts[-1], folder)
+    assert damaged.answer.tokens == cold[-1].answer.tokens
+    assert damaged.passes > cold[-1].passes + 2
+
+
+def test_dram_that_is_given_up_while_it_is_loaded_changes_the_answer(
+    server: ServerProcess, pair: Pair, prompts: list[list[int]], cold: list[Drafted], folder: Path
+) -> None:
+    """The second twin: the fault that was reported."""
+    garbled = ask_from_dram(server, pair, prompts[2], folder, "unlocked")
+    with pytest.raises(AssertionError):
+        assert_same(cold[2].answer, garbled.answer)
+    server.flush()
