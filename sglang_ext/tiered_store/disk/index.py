@@ -315,8 +315,14 @@ class Index:
             raise IndexFailedError(error) from error
         return found
 
-    def names_after(self, place: bytes, limit: int) -> tuple[list[bytes], bytes | None]:
-        """Up to ``limit`` keys, and the place to go on from; ``b""`` to begin with, ``None`` at the end."""
+    def names_after(
+        self, place: bytes, limit: int, namespace: bytes = b""
+    ) -> tuple[list[bytes], bytes | None]:
+        """Up to ``limit`` keys, and the place to go on from; ``b""`` to begin with, ``None`` at the end.
+
+        Args:
+            namespace: only its keys; the place lies in it.
+        """
         found: list[bytes] = []
         if self._env is None:
             return found, None
@@ -324,7 +330,7 @@ class Index:
             with self._env.begin() as txn:
                 cursor = txn.cursor(db=self._blocks)
                 more = cursor.set_range(place) if place else cursor.first()
-                while more and len(found) < limit:
+                while (more := more and cursor.key().startswith(namespace)) and len(found) < limit:
                     found.append(cursor.key()[NAMESPACE_BYTES:])
                     more = cursor.next()
                 return found, cursor.key() if more else None
@@ -332,24 +338,9 @@ class Index:
             raise IndexFailedError(error) from error
 
     def names_in(self, namespace: bytes, first: bytes, limit: int) -> tuple[list[bytes], bytes | None]:
-        """Up to ``limit`` keys of a namespace, from ``first`` on, and the key to go on from; ``b""`` to begin
-        with, ``None`` at the end."""
-        found: list[bytes] = []
-        if self._env is None:
-            return found, None
-        try:
-            with self._env.begin() as txn:
-                cursor = txn.cursor(db=self._blocks)
-                more = cursor.set_range(namespace + first)
-                while more and cursor.key().startswith(namespace):
-                    key = cursor.key()[NAMESPACE_BYTES:]
-                    if len(found) == limit:
-                        return found, key
-                    found.append(key)
-                    more = cursor.next()
-                return found, None
-        except lmdb.Error as error:
-            raise IndexFailedError(error) from error
+        """Like `names_after`, of one namespace: keys from ``first`` on, and the key to go on from."""
+        names, place = self.names_after(namespace + first, limit, namespace)
+        return names, None if place is None else place[NAMESPACE_BYTES:]
 
     @property
     def closed(self) -> bool:

@@ -14,7 +14,6 @@ from dataclasses import replace
 import pytest
 from engine_scheduler import SimulatedScheduler
 from engine_simulation import SCENARIOS, Rank, Scenario, Traffic, run
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("sglang_config")]
 
@@ -61,12 +60,7 @@ def test_a_prompt_with_index_keys_is_found(scenario: Scenario, on_disk: bool) ->
     prompt = [at % 5 for at in range(4 * 64 + 1)]
     with Rank(scenario) as rank:
         rank.serve(prompt)
-        rank.settle()
-        rank.cache.evict(EvictParams(num_tokens=rank.pools.tokens))
-        if on_disk:
-            assert rank.tier is not None
-            rank.tier.give_back(rank.tier.take(rank.tier.n_blocks))
-            assert not rank.tier.used_blocks
+        rank.leave_hbm(on_disk=on_disk)
         rank.serve([*prompt, 1, 2], new_tokens=30)
         assert rank.scheduler.loaded_tokens == 4 * 64
         assert rank.scheduler.disk_tokens == 4 * 64 * on_disk
@@ -79,11 +73,7 @@ def test_adapters_share_no_latents_and_no_index_keys(on_disk: bool) -> None:
     with Rank(replace(scenario, dram_blocks=40)) as rank:
         rank.serve(prompt, adapter="one")
         assert rank.serve([*prompt, 1], adapter="one").cached_tokens == 4 * 64
-        rank.settle()
-        rank.cache.evict(EvictParams(num_tokens=rank.pools.tokens))
-        if on_disk:
-            assert rank.tier is not None
-            rank.tier.give_back(rank.tier.take(rank.tier.n_blocks))
+        rank.leave_hbm(on_disk=on_disk)
         found = [
             rank.serve([*prompt, 1, 2], adapter=adapter).cached_tokens for adapter in ("two", None, "one")
         ]

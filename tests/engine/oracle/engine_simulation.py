@@ -17,6 +17,7 @@ from engine_scheduler import Settings, SimulatedScheduler, token_at
 from engine_verifying import VerifyingScheduler, speculation
 from sglang.srt.environ import envs
 from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.runtime_context import get_serving
 
 from sglang_ext.clock import Clock
@@ -374,6 +375,15 @@ class Rank:
             self.tier.copies.settle()
         if self.writes is not None:
             self.writes.settle()
+
+    def leave_hbm(self, *, on_disk: bool = False) -> None:
+        """Let DRAM alone have what HBM has, or the disk alone."""
+        self.settle()
+        self.cache.evict(EvictParams(num_tokens=self.pools.tokens))
+        if on_disk:
+            assert self.tier is not None
+            self.tier.give_back(self.tier.take(self.tier.n_blocks))
+            assert not self.tier.used_blocks
 
     def __enter__(self) -> Rank:
         return self

@@ -18,7 +18,6 @@ from engine_pools import PoolKind, WrongKvError
 from engine_scheduler import Settings
 from engine_simulation import Rank, Scenario
 from peer_rig import MakeServer, lend_and_fetch
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sglang_ext.engine.prefetch.hbm_prefetch import Prefetcher
 from sglang_ext.testing.tiers import WrappedTier
@@ -73,12 +72,7 @@ def keep_below(rank: Rank, kind: str, *, on_disk: bool = False) -> None:
     """Have the words alone and a prompt with a picture in DRAM, or on disk, alone."""
     for prompt in (system(kind), about(kind, FIRST)):
         rank.serve(prompt)
-    rank.settle()
-    rank.cache.evict(EvictParams(num_tokens=rank.pools.tokens))
-    if on_disk:
-        assert rank.tier is not None
-        rank.tier.give_back(rank.tier.take(rank.tier.n_blocks))
-        assert not rank.tier.used_blocks
+    rank.leave_hbm(on_disk=on_disk)
 
 
 def found(rank: Rank, prompt: list[int]) -> tuple[int, int, int]:
