@@ -300,12 +300,10 @@ def _unmovable_hybrid(facts: Facts) -> str | None:
         return (
             f"{TRANSFER_FLAG} does not serve models whose layers all have {_kind(facts)}. {_OTHER_TRANSFER}"
         )
+    if facts.decode_keeps and (kept := _not_kept_by_decode(facts)):
+        reason = f"{TRANSFER_FLAG} with --kv-pd-caching 2 or 3 does not serve {kept}"
+        return f"{reason}. Use --kv-pd-caching 1, or basic{_whole_windows(facts)}"
     for present, flag, way_out in (
-        (
-            facts.decode_keeps and _differs_on_decode(facts),
-            "--kv-pd-caching 2 or 3",
-            "Use --kv-pd-caching 1, or basic",
-        ),
         (
             facts.returns and not facts.dram,
             "--kv-pd-caching 3 and no --kv-dram-size",
@@ -330,16 +328,19 @@ def _late_sizes(facts: Facts) -> str:
     return f"{_LATE_SIZES}=1 backs a part. Unset that variable"
 
 
-def _differs_on_decode(facts: Facts) -> bool:
-    """Whether decode's tree cannot keep the KV. SGLang refuses it for pools of two kinds of heads and for
-    compressed KV; with a draft model, or index keys for groups of tokens, it is not proven."""
-    return (
-        facts.has_unlike_windows
-        or facts.is_deepseek_v4
-        or facts.index_group > 1
-        or facts.is_qsa
-        or facts.speculative_algorithm is not None
-    )
+def _not_kept_by_decode(facts: Facts) -> str:
+    """The name of KV that decode's tree cannot keep; empty where it can. SGLang refuses pools of two kinds of
+    heads, and compressed KV but in its unified layout; the others are not proven."""
+    for present, name in (
+        (facts.has_unlike_windows, "models whose layers with a window have heads of their own"),
+        (facts.is_deepseek_v4, "compressed KV (DeepSeek V4)"),
+        (facts.is_qsa, "compressed index keys (QSA)"),
+        (facts.index_group > 1, f"index keys (DSA) for groups of {facts.index_group} tokens"),
+        (facts.speculative_algorithm is not None, f"models with {_kind(facts)} and --speculative-algorithm"),
+    ):
+        if present:
+            return name
+    return ""
 
 
 def _kind(facts: Facts) -> str:

@@ -165,14 +165,6 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
             ({"is_hybrid_ssm": True, "follows_hybrids": False}, "Use another transfer backend"),
             ({"is_hybrid_ssm": True, "returns": True}, "Add --kv-dram-size, by which KV returns"),
             (
-                {"is_hybrid_swa": True, "has_unlike_windows": True, "decode_keeps": True},
-                "Use --kv-pd-caching 1, or basic",
-            ),
-            (
-                {"is_hybrid_ssm": True, "is_qsa": True, "decode_keeps": True},
-                "Use --kv-pd-caching 1, or basic",
-            ),
-            (
                 {"is_deepseek_v4": True, "is_hybrid_swa": True, "enable_encoder_swa_bounded_replay": True},
                 "--enable-encoder-swa-bounded-replay does not serve models with sliding windows. Leave",
             ),
@@ -189,6 +181,18 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
             (
                 {"is_hybrid_swa": True, "kv_with_whole_windows": 2.0, "returns": True},
                 "--disable-hybrid-swa-memory",
+            ),
+            *(
+                ({"decode_keeps": True, **more}, f"{kept}. Use --kv-pd-caching 1, or basic")
+                for more, kept in (
+                    ({"is_hybrid_swa": True, "has_unlike_windows": True}, "heads of their own"),
+                    ({"is_hybrid_swa": True, "is_deepseek_v4": True}, "compressed KV (DeepSeek V4)"),
+                    ({"is_hybrid_ssm": True, "is_qsa": True}, "compressed index keys (QSA)"),
+                    (
+                        {"is_hybrid_ssm": True, "speculative_algorithm": "EAGLE"},
+                        "models with states and --speculative-algorithm",
+                    ),
+                )
             ),
             ({"dp_size": 2, "nnodes": 2}, "--dp-size above 1 and --nnodes above 1"),
             ({"attn_dp_size": 2, "pp_size": 2}, "--attn-dp-size above 1 and --pp-size above 1"),
