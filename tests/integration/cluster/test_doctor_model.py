@@ -41,6 +41,20 @@ MUSE: dict[str, Any] = {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
 }
+STATES_AND_PICTURES: dict[str, Any] = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "model_type": "qwen3_5",
+    "text_config": {**RECIPES["tiny-gdn"].config, "model_type": "qwen3_5_text"},
+    "vision_config": {"model_type": "qwen3_5", "depth": 2, "hidden_size": 64, "num_heads": 4},
+    "image_token_id": 1,
+}
+LATENTS_AND_PICTURES: dict[str, Any] = {
+    "architectures": ["KimiK25ForConditionalGeneration"],
+    "model_type": "kimi_k25",
+    "text_config": RECIPES["tiny-mla-moe"].config,
+    "vision_config": {},
+    "media_placeholder_token_id": 5,
+}
 LATE_SIZES = "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"
 ANSWERS: list[tuple[str, dict[str, Any], tuple[str, ...], int, dict[str, tuple[str, str]]]] = [
     (
@@ -96,6 +110,22 @@ ANSWERS: list[tuple[str, dict[str, Any], tuple[str, ...], int, dict[str, tuple[s
         1,
         {"start": ("problem", f"{LATE_SIZES}=1"), "family": ("ok", "Sliding windows in a pool"),
          "PD": ("warning", "registers the whole pool")},
+    ),
+    (
+        "states and pictures",
+        STATES_AND_PICTURES,
+        ("--kv-dram-size", "1GiB"),
+        0,
+        {"start": ("ok", "admitted"), "family": ("ok", "States: GDN"), "DRAM": ("ok", "proof: server"),
+         "hints": ("ok", "served"), "PD": ("ok", "proof: server"), "speculation": ("ok", "proof: oracle")},
+    ),
+    (
+        "latents and pictures",
+        LATENTS_AND_PICTURES,
+        (),
+        0,
+        {"start": ("ok", "admitted"), "family": ("ok", "MLA with pictures"), "disk": ("ok", "proof: oracle"),
+         "hints": ("ok", "proof: oracle"), "PD": ("ok", "proof: reading"), "speculation": ("ok", "reading")},
     ),
     ("index", DSA, (), 0, {"family": ("ok", "index (DSA)"), "PD": ("ok", "proof: oracle")}),
     ("replicas", RECIPES["tiny"].config, ("--dp-size", "2"), 0, {"start": ("ok", "admitted")}),
